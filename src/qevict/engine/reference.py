@@ -1,0 +1,98 @@
+"""Reference attention: block streaming with an online softmax, for any store, codec and device.
+
+It is the oracle that faster backends are tested against. Arithmetic is fp32 whatever the storage type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+QUERY_BLOCK = 128  # prompt queries per block when their attention mass is summed
+
+
+@dataclass
+class Block:
+    """Some stored tokens: k, v ``[B, H, t, d]``; ``visible`` broadcasts to ``[B, H, n, t]`` (None: all); ``window`` tokens
+    make one unit of mass; ``turn`` rotates the queries for this block only (StreamingLLM's slot positions)."""
+
+    k: Tensor
+    v: Tensor
+    visible: Tensor | None
+    window: int
+    turned_query: Tensor | None = None
+
+
+def attend(
+    q: Tensor, blocks: Iterable[Block], scaling: float, mass_queries: int | None = 0
+) -> tuple[Tensor, list[Tensor] | None]:
+    """Softmax attention of ``q [B, H_q, n, d]`` over all blocks together.
+
+    Args:
+        mass_queries: attention mass is summed over the last so many queries (0: none wanted, ``None``: all).
+
+    Returns:
+        output ``[B, H_q, n, d]`` in q's dtype, and per block the mass ``[B, H, units]`` (mean over each KV head's
+        query group, summed over the queries), or None.
+    """
+    batch, heads, n, dim = q.shape
+    counted = n if mass_queries is None else min(mass_queries, n)
+    top = total = out = grouped = None
+    pieces = []
+    for block in blocks:
+        kv_heads = block.k.shape[1]
+        grouped = (q if block.turned_query is None else block.turned_query).float()
+        grouped = grouped.view(batch, kv_heads, heads // kv_heads, n, dim)
+        logits = (grouped @ block.k.float().transpose(-1, -2).unsqueeze(2)) * scaling
+        if block.visible is not None:
+            logits = logits.masked_fill(~block.visible.unsqueeze(2), float("-inf"))
+        new_top = logits.amax(-1, keepdim=True)
+        new_top = new_top if top is None else torch.maximum(top, new_top)
+        # a query that has seen nothing yet keeps -inf; 0 instead avoids -inf - -inf
+        shift = new_top.masked_fill(new_top == float("-inf"), 0)
+        weights = (logits - shift).exp_()
+        value = weights @ block.v.float().unsqueeze(2)
+        if top is None:
+            total, out = weights.sum(-1, keepdim=True), value
+        else:
+            fade = (top - shift).exp_()
+            total = total * fade + weights.sum(-1, keepdim=True)
+            out = out * fade + value
+        top = new_top
+        if counted:
+            units = weights[..., n - counted :, :].unflatten(-1, (-1, block.window)).sum(-1)
+            pieces.append((units, shift[..., n - counted :, :]))
+    out = (out / total).to(q.dtype).view(batch, heads, n, dim)
+    if not counted:
+        return out, None
+    last, norm = top[..., n - counted :, :], total[..., n - counted :, :]
+    return out, [(units * ((shift - last).exp_() / norm)).sum(-2).mean(2) for units, shift in pieces]
+
+
+def causal_attention_mass(q: Tensor, k: Tensor, real: Tensor, scaling: float, last: int | None) -> Tensor:
+    """Attention mass that the last ``last`` real queries (``None``: all) of a prompt put on every token.
+
+    q ``[B, H_q, T, d]``, k ``[B, H, T, d]``, ``real [B, T]`` False on (left) padding. Queries are taken in blocks, so no
+    ``T x T`` matrix is ever made.
+
+    Returns:
+        ``[B, H, T]`` fp32, summed over the queries, mean over each KV head's query group.
+    """
+    batch, heads, length, dim = q.shape
+    kv_heads = k.shape[1]
+    start = 0 if last is None else max(0, length - last)
+    keys = k.float().transpose(-1, -2).unsqueeze(2)
+    columns = torch.arange(length, device=k.device)
+    mass = torch.zeros(batch, kv_heads, length, device=k.device)
+    for lo in range(start, length, QUERY_BLOCK):
+        hi = min(lo + QUERY_BLOCK, length)
+        part = q[:, :, lo:hi].float().view(batch, kv_heads, heads // kv_heads, hi - lo, dim)
+        visible = (columns <= columns[lo:hi, None]) & real[:, None, :]
+        logits = (part @ keys * scaling).masked_fill(~visible[:, None, None], float("-inf"))
+        weights = logits.softmax(-1).nan_to_num_()  # rows of padding see nothing
+        weights *= real[:, None, None, lo:hi, None]
+        mass += weights.sum(-2).mean(2)
+    return mass

@@ -1,0 +1,244 @@
+"""A transformers cache whose layers are stored in tiers. Works with plain ``model.generate(past_key_values=cache)``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from qevict.budget import Budget, Geometry
+from qevict.engine.reference import Block, attend
+from qevict.hf.attention import NAME
+from qevict.hf.rope import Rope
+from qevict.policy import Policy, PromptView
+from qevict.store.arena import Arena
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def geometry_of(config, dtype: torch.dtype) -> Geometry:
+    """Sizes from a model configuration.
+
+    Raises:
+        ValueError: a model family, or a kind of attention, that the store does not support.
+    """
+    if config.model_type not in FAMILIES:
+        raise ValueError(f"model family {config.model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
+    types = set(getattr(config, "layer_types", None) or ())
+    if types - {"full_attention"} or (not types and getattr(config, "sliding_window", None)):
+        raise ValueError(
+            f"{config.model_type} with sliding-window or chunked attention is not supported: its layers already forget; "
+            "use a model with full attention in every layer (Mistral v0.2 and later, Qwen with use_sliding_window=false)"
+        )
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return Geometry(config.num_hidden_layers, heads, config.num_key_value_heads, dim, dtype)
+
+
+class TierLayer(CacheLayerMixin):
+    """One layer. ``update`` hands itself to the attention function in the place of keys and values."""
+
+    is_sliding = is_compileable = is_croppable = supports_early_init = False
+    is_initialized = True
+
+    def __init__(self, cache: TierCache, index: int):
+        self.cache, self.index = cache, index
+        self.seen, self.pending = 0, None
+
+    def lazy_initialization(self, *args, **kwargs):
+        """Nothing to do: the store is made when the first prompt arrives."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+        self.pending = (key_states, value_states)
+        self.seen += key_states.shape[-2]
+        return self, self
+
+    def attend(self, module, query, mask, scaling, position_ids, **kwargs) -> Tensor:
+        (k, v), self.pending = self.pending, None
+        return self.cache.attend(self.index, module, query, k, v, mask, scaling, position_ids, **kwargs)
+
+    # Lengths are logical (tokens seen, not tokens stored), so that masks and position ids follow by themselves.
+    def get_seq_length(self, *args) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query) -> tuple[int, int]:
+        return self.seen + (query if isinstance(query, int) else query.shape[0]), 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def crop(self, *args):
+        raise NotImplementedError("evicted tokens cannot come back: assisted and prompt-lookup decoding need another cache")
+
+
+class TierCache(Cache):
+    """Cache of one batch, for one conversation.
+
+    Args:
+        model: a Llama, Mistral, Qwen2 or Qwen3 causal model; its attention is switched to ``tiered``, which equals
+            ``sdpa`` for every other cache.
+        policy: the method, for example ``QEvict()``.
+        budget: a fraction of FullKV's bytes, or a :class:`Budget`.
+        dtype: storage type of full-precision keys and values; None: the model's.
+
+    Raises:
+        ValueError: an unsupported family, sliding-window attention, or length-dependent RoPE.
+        BudgetError: at the first prompt, when the budget cannot hold what the method must keep.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, policy: Policy, budget: float | Budget = 1.0, dtype: torch.dtype | str | None = None
+    ):
+        config = model.config.get_text_config()
+        dtype = DTYPES.get(dtype, dtype)
+        if dtype not in (None, *DTYPES.values()):
+            raise ValueError(f"cache dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+        self.geometry = geometry_of(config, dtype or model.dtype)
+        self.rope = Rope(model.get_decoder().rotary_emb)
+        if config._attn_implementation != NAME:
+            model.set_attn_implementation(NAME)
+        self.policy = policy
+        self.budget = budget if isinstance(budget, Budget) else Budget(fraction=budget)
+        policy.codec(self.geometry)  # a codec that does not fit the head dimension says so now
+        super().__init__(layers=[TierLayer(self, i) for i in range(self.geometry.layers)])
+        self.reset()
+
+    def reset(self):
+        """Forget everything: ready for another prompt."""
+        self.arena: Arena | None = None
+        self.chunks: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
+        self.turn_open = True
+        for layer in self.layers:
+            layer.seen, layer.pending = 0, None
+
+    def new_turn(self) -> None:
+        """Announce that the next multi-token call is a new turn, although no token was generated since the last one."""
+        self.turn_open = True
+
+    def attend(self, index, module, q, k, v, mask, scaling, positions, **kwargs) -> Tensor:
+        """One layer of one forward call. q ``[B, H_q, n, d]``, k and v ``[B, H, n, d]``, all after RoPE."""
+        n, last = q.shape[-2], index == self.geometry.layers - 1
+        if scaling is None:
+            scaling = q.shape[-1] ** -0.5
+        if index == 0:
+            if kwargs.get("dropout"):
+                raise ValueError("the cache is for inference: call model.eval() first")
+            self._begin(n, k, mask, positions)
+        if self._in_prompt:
+            out = self._prompt(index, module, q, k, v, mask, scaling, **kwargs)
+        elif n == 1:
+            out = self._decode(index, q, k, v, scaling)
+        else:
+            out = self._chunk(index, q, k, v, mask, scaling)
+        if last:
+            self._end()
+        return out.transpose(1, 2).contiguous()
+
+    def _begin(self, n: int, k: Tensor, mask: Tensor | None, positions: Tensor | None) -> None:
+        self._in_prompt = self.arena is None
+        if self._in_prompt:
+            real, shift = _prompt_grid(k.shape[0], n, mask, positions, k.device)
+            self.arena = Arena(self.geometry, self.policy, self.budget, self.rope, real, shift)
+            self.turn_open = False
+        elif n == 1:
+            self.turn_open = True
+            if (self.arena.seen - self.arena.origin) % self.policy.window == 0:
+                self.arena.open_unit()
+            self.arena.seen += 1
+        else:
+            if not self.turn_open and self.arena.next_due is not None:
+                raise ValueError(
+                    "two multi-token calls in a row: chunked prefill is refused, because each chunk would be compressed before "
+                    "the prompt is complete, which differs from compressing the prompt; send the prompt in one call, or, "
+                    "if this is a new turn, call cache.new_turn() before it"
+                )
+            self.turn_open = False
+
+    def _prompt(self, index, module, q, k, v, mask, scaling, **kwargs) -> Tensor:
+        out = sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **kwargs)[0].transpose(1, 2)
+        arena, scores = self.arena, None
+        if self.policy.scored:
+            real = torch.arange(arena.prompt, device=k.device) >= arena.rows[2].unsqueeze(-1)
+            scores = self.policy.prompt_scores(PromptView(q, k, v, real, scaling, module))
+        arena.ingest(index, k, v, scores)
+        return out
+
+    def _decode(self, index, q, k, v, scaling) -> Tensor:
+        arena, policy = self.arena, self.policy
+        arena.append(index, k, v)
+        wanted = policy.scored and (policy.mass_every_step or arena.seen == arena.next_due)
+        out, mass = attend(q, arena.blocks(index, q), scaling, mass_queries=1 if wanted else 0)
+        if wanted:
+            arena.collect(index, mass)
+        return out
+
+    def _chunk(self, index, q, k, v, mask, scaling) -> Tensor:
+        """Several tokens on a store that is not empty: a new turn. Its tokens are stored when all layers have seen them."""
+        arena, n = self.arena, q.shape[-2]
+        if mask is not None and not bool(_allowed(mask)[:, 0, -1, -n:].all()):
+            raise ValueError("padding inside a later turn is not supported: send turns of equal length, or one sequence at a time")
+        causal = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()[None, None]
+        blocks = [*arena.blocks(index, q), Block(k, v, causal, 1)]
+        queries = self.policy.prompt_queries if self.policy.scored else 0
+        out, mass = attend(q, blocks, scaling, mass_queries=queries)
+        own = None
+        if mass is not None:
+            own = mass.pop()
+            arena.collect(index, mass)
+        self.chunks[index] = (k, v, own)
+        return out
+
+    def _end(self) -> None:
+        """After the last layer: store a turn's tokens, hold routing events."""
+        arena = self.arena
+        if self._in_prompt:
+            arena.count_evicted()
+        elif self.chunks:
+            k, v, own = zip(*(self.chunks.pop(i) for i in range(self.geometry.layers)), strict=True)
+            arena.extend(torch.stack(k), torch.stack(v), None if own[0] is None else torch.stack(own))
+        else:
+            arena.route()
+        arena.carry()
+
+    # -- batch changes (beam search, contrastive search) ---------------------------------------------------------------
+
+    def reorder_cache(self, beam_idx: Tensor):
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor):
+        if self.arena is not None:
+            self.arena.select_rows(indices)
+
+    def batch_repeat_interleave(self, repeats: int):
+        if self.arena is not None:
+            self.arena.select_rows(torch.arange(self.arena.batch).repeat_interleave(repeats))
+
+    def crop(self, *args):
+        self.layers[0].crop()
+
+
+def _allowed(mask: Tensor) -> Tensor:
+    """A 4-D mask as bool, True where attention is allowed."""
+    return mask if mask.dtype == torch.bool else mask == 0
+
+
+def _prompt_grid(batch: int, n: int, mask: Tensor | None, positions: Tensor | None, device) -> tuple[Tensor, Tensor]:
+    """Which prompt columns are real ``[B, n]``, and each sequence's position minus column ``[B]``."""
+    real = torch.ones(batch, n, dtype=torch.bool, device=device)
+    if mask is not None:
+        real = _allowed(mask)[:, 0, -1, :n].expand(batch, n)
+    if not bool(real[:, -1].all()) or bool((real[:, :-1] & ~real[:, 1:]).any()):
+        raise ValueError("the prompt is padded on the right or in the middle: pad on the left (tokenizer.padding_side='left')")
+    column = torch.arange(n, device=device)
+    if positions is None:
+        return real, torch.zeros(batch, dtype=torch.int64, device=device)
+    delta = (positions.to(device) - column).expand(batch, n)
+    shift = delta[:, -1]
+    if bool(((delta != shift.unsqueeze(-1)) & real).any()):
+        raise ValueError("position ids of the prompt are not consecutive (packed sequences?): give each sequence its own row")
+    return real, shift.contiguous()

@@ -1,0 +1,414 @@
+"""What a cache holds: sinks, a pool of full-precision units, a pool of coded units; and how tokens and units move.
+
+Columns are positions in the (left-padded) batch, shared by all sequences; ``position = column + shift`` per sequence.
+Units are cut on one grid that ends where the prompt ends: unit ``u`` covers the columns ``origin + u * window ...``.
+The first unit may reach into the sinks or the padding; those tokens are masked out of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from qevict.budget import Budget, Geometry, Layout
+from qevict.engine.reference import Block
+from qevict.hf.rope import Rope
+from qevict.policy import CODED, EVICTED, FULL, Policy, select
+from qevict.store.pool import EMPTY, Pool, ledger, pair
+
+BLOCK_TOKENS = 512  # tokens decoded or widened to fp32 at a time
+GROWTH = 16  # tokens by which a cache without a limit grows
+
+
+class Arena:
+    """The store of all layers of a batch.
+
+    Args:
+        real: ``[B, T]`` False where the prompt is padding (on the left).
+        shift: ``[B]`` position minus column of each sequence.
+
+    Raises:
+        BudgetError: the budget cannot hold what the method must keep for one of the sequences.
+    """
+
+    def __init__(self, geometry: Geometry, policy: Policy, budget: Budget, rope: Rope, real: Tensor, shift: Tensor):
+        self.geometry, self.policy, self.budget, self.rope = geometry, policy, budget, rope
+        self.batch, self.prompt = real.shape
+        self.device = real.device
+        self.codec = policy.codec(geometry)
+        self.seen = self.prompt
+        self.origin = self.prompt - policy.window * -(-self.prompt // policy.window)
+        pad = (~real).sum(-1)
+        self.lengths = [self.prompt - p for p in pad.tolist()]  # prompt tokens of each sequence
+        self._plan()
+        sink = torch.tensor([min(lay.sink, n) for lay, n in zip(self.layouts, self.lengths, strict=True)], device=self.device)
+        # int64 [4, B]: first column after the sinks, position - column, padding, tokens evicted behind the sinks
+        self.rows = torch.stack((pad + sink, shift, pad, torch.zeros_like(pad)))
+        g, heads = geometry, (geometry.layers, self.batch, geometry.kv_heads)
+        groups, scored = policy.groups(g), {"score": (torch.float32, 0.0)} if policy.scored else {}
+        linked = {"link": (torch.int32, EMPTY)} if policy.linked else {}
+        dense = {name: ((policy.window, g.head_dim), g.dtype) for name in ("k", "v")}
+        self.full = Pool(heads, groups, self._most("dense"), dense, scored | linked, self.device)
+        self.coded = Pool(heads, groups, self._most("codes"), self.codec.spec(), scored, self.device) if self.codec else None
+        self.sink = torch.zeros(2, *heads, int(sink.max()), g.head_dim, dtype=g.dtype, device=self.device)
+        self.write = torch.zeros(*heads, dtype=torch.int64, device=self.device)  # flat slot that new tokens go to
+        self.event_rows: list[int] = []  # sequences whose scores await `carry`
+
+    # -- limits -------------------------------------------------------------------------------------------------------
+
+    def _plan(self) -> None:
+        """Slots that each sequence may use now; on an event, also when the next one is due."""
+        grown = self.seen - self.prompt
+        memo = {n: self.policy.layout(self.geometry, self.budget, n, n + grown) for n in set(self.lengths)}
+        self.layouts: list[Layout] = [memo[n] for n in self.lengths]
+        if not grown:
+            self.due = [self.seen + lay.interval if lay.interval else None for lay in self.layouts]
+
+    def _most(self, name: str) -> int:
+        return max(getattr(lay, name) for lay in self.layouts)
+
+    def _limits(self, rows: list[int], name: str) -> Tensor:
+        """A field of the sequences' layouts as ``[1, rows, 1, 1]``."""
+        values = [getattr(self.layouts[r], name) for r in rows]
+        return torch.tensor(values, device=self.device).view(1, -1, 1, 1)
+
+    @property
+    def next_due(self) -> int | None:
+        """Column at which the next routing event happens, None if there is none."""
+        dues = [d for d in self.due if d is not None]
+        return min(dues) if dues else None
+
+    # -- positions ----------------------------------------------------------------------------------------------------
+
+    def columns(self, unit: Tensor) -> Tensor:
+        """``[..., window]`` columns of units ``[...]``."""
+        offsets = torch.arange(self.policy.window, device=self.device)
+        return self.origin + unit.long().unsqueeze(-1) * self.policy.window + offsets
+
+    def _held(self, unit: Tensor) -> Tensor:
+        """``[B, G, n * window]`` True for tokens that units ``[B, G, n]`` really hold (neither empty, sink, pad nor future)."""
+        column = self.columns(unit)
+        held = (unit >= 0).unsqueeze(-1) & (column >= self.rows[0][:, None, None, None]) & (column < self.seen)
+        return held.flatten(-2)
+
+    # -- prompt -------------------------------------------------------------------------------------------------------
+
+    def ingest(self, layer: int, k: Tensor, v: Tensor, scores: Tensor | None) -> None:
+        """Store one layer's prompt. k, v ``[B, H, T, d]`` after RoPE; scores ``[B, G, T]``, None if units carry none."""
+        window, batch, groups = self.policy.window, self.batch, self.full.groups
+        units = -(-self.prompt // window)
+        sinks = self.sink.shape[-2]
+        if sinks:
+            column = (self.rows[0].unsqueeze(-1) - sinks + torch.arange(sinks, device=self.device)).clamp_min(0)
+            take = column[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[-1])
+            self.sink[:, layer] = torch.stack((k.gather(2, take), v.gather(2, take))).to(self.sink.dtype)
+        unit = torch.arange(units, dtype=torch.int32, device=self.device).expand(batch, groups, units)
+        held = self._held(unit).unflatten(-1, (units, window))
+        exists = held.any(-1)
+        unit_score = torch.zeros(batch, groups, units, device=self.device)
+        if scores is not None:
+            padded = torch.nn.functional.pad(scores.float(), (units * window - self.prompt, 0)).unflatten(-1, (units, window))
+            unit_score = (padded * held).sum(-1)
+        everyone = list(range(batch))
+        candidate = exists & self._aged(unit.unsqueeze(0), everyone)[0]
+        tier = select(
+            unit_score,
+            unit,
+            candidate,
+            torch.zeros_like(candidate),
+            self._limits(everyone, "full")[0],
+            self._limits(everyone, "codes")[0],
+            self.policy.promotion,
+        )
+        in_full = exists & (~candidate | (tier == FULL))
+        self._place(self.full, layer, in_full, unit, unit_score, lambda b, h, u: self._gather(k, v, b, h, u))
+        if self.coded is not None:
+            in_code = candidate & (tier == CODED)
+
+            def codes(b, h, u):
+                return self._encode(*self._gather(k, v, b, h, u).values(), b, u)
+
+            self._place(self.coded, layer, in_code, unit, unit_score, codes)
+
+    def _place(self, pool: Pool, layer: int, chosen: Tensor, unit: Tensor, score: Tensor, payload) -> None:
+        """Fill free slots of one layer with the chosen units ``[B, G, U]``."""
+        grid = pool.grid("unit")
+        row, item, slot = pair(chosen.flatten(0, 1), (grid[layer] == EMPTY).flatten(0, 1))
+        b, g = row // pool.groups, row % pool.groups
+        layers = torch.full_like(b, layer)
+        index = pool.index(layers, b, g, slot)  # [n, heads per group]
+        ids = unit.flatten(0, 1)[row, item]
+        grid[layers, b, g, slot] = ids
+        pool.put("unit", grid)
+        if "score" in pool.record:
+            grid = pool.grid("score")
+            grid[layers, b, g, slot] = score.flatten(0, 1)[row, item]
+            pool.put("score", grid)
+        per = pool.kv_heads // pool.groups
+        head = g.unsqueeze(-1) * per + torch.arange(per, device=self.device)
+        data = payload(b.unsqueeze(-1).expand_as(head), head, ids.unsqueeze(-1).expand_as(head))
+        for name, value in data.items():
+            pool.payload[name][index] = value.to(pool.payload[name].dtype)
+
+    def _gather(self, k: Tensor, v: Tensor, b: Tensor, h: Tensor, unit: Tensor) -> dict[str, Tensor]:
+        """Tokens of units from a prompt's k, v. Masked tokens of a first unit repeat its first real token, so that they
+        widen no quantization range."""
+        column = torch.maximum(self.columns(unit), self.rows[0][b].unsqueeze(-1))
+        index = (b.unsqueeze(-1), h.unsqueeze(-1), column)
+        return {"k": k[index], "v": v[index]}
+
+    def _encode(self, k: Tensor, v: Tensor, b: Tensor, unit: Tensor) -> dict[str, Tensor]:
+        """Codes of units ``[n, heads]``: k after RoPE and v, ``[n, heads, window, d]``."""
+        plain = self.rope.turn(k, self.columns(unit) + self.rows[1][b].unsqueeze(-1), -1)
+        data = self.codec.encode(plain.flatten(0, 1), v.flatten(0, 1))
+        return {name: value.unflatten(0, k.shape[:2]) for name, value in data.items()}
+
+    # -- decoding -----------------------------------------------------------------------------------------------------
+
+    def open_unit(self) -> None:
+        """Before a token that begins a unit: choose the free slot of every head that the unit goes to."""
+        unit = self.full.grid("unit")
+        if self.next_due is None and not bool((unit[0] == EMPTY).any(-1).all()):  # only a cache without a limit can fill up
+            self.full.resize(self.full.slots + max(1, GROWTH // self.policy.window))
+            unit = self.full.grid("unit")
+        slot = (unit == EMPTY).to(torch.uint8).argmax(-1)
+        unit.scatter_(-1, slot.unsqueeze(-1), (self.seen - self.origin) // self.policy.window)
+        self.full.put("unit", unit)
+        for name, (_, value) in self.full.records.items():
+            if name != "unit":
+                self.full.put(name, self.full.grid(name).scatter(-1, slot.unsqueeze(-1), value))
+        layer, row, group = (torch.arange(n, device=self.device) for n in slot.shape)
+        index = self.full.index(*torch.broadcast_tensors(layer[:, None, None], row[:, None], group), slot)
+        self.write.copy_(index.flatten(-2))
+
+    def append(self, layers: slice | int, k: Tensor, v: Tensor) -> None:
+        """Write tokens of one unit from column ``seen - n`` on. k, v ``[(l,) B, H, n, d]`` after RoPE."""
+        n = k.shape[-2]
+        offset = (self.seen - n - self.origin) % self.policy.window
+        slot = self.write[layers].flatten()
+        for name, new in (("k", k), ("v", v)):
+            flat = self.full.payload[name]
+            flat[slot, offset : offset + n] = new.flatten(0, -3).to(flat.dtype)
+
+    def extend(self, k: Tensor, v: Tensor, own_mass: Tensor | None) -> None:
+        """Store a new turn, piece by piece, with the routing events that fall into it.
+
+        k, v ``[L, B, H, n, d]`` after RoPE; ``own_mass [L, B, H, n]`` attention mass that the turn put on its own tokens.
+        """
+        done, n = 0, k.shape[-2]
+        while done < n:
+            if (self.seen - self.origin) % self.policy.window == 0:
+                self.open_unit()
+            piece = min(self.room(), n - done)
+            part = slice(done, done + piece)
+            self.seen += piece
+            self.append(slice(None), k[..., part, :], v[..., part, :])
+            if own_mass is not None:
+                grid = self.full.grid("score")
+                open_unit = self.full.grid("unit") == (self.seen - 1 - self.origin) // self.policy.window
+                new = own_mass[..., part].sum(-1).unflatten(-1, (self.full.groups, -1)).mean(-1)
+                self.full.put("score", grid + open_unit * new.unsqueeze(-1))
+            done += piece
+            self.route()
+
+    def blocks(self, layer: int, q: Tensor | None = None) -> Iterator[Block]:
+        """The stored tokens of one layer, in blocks. ``q`` (after RoPE) is needed for slot positions only."""
+        window, heads = self.policy.window, self.geometry.kv_heads
+        if self.sink.shape[-2]:
+            count = self.sink.shape[-2]
+            column = self.rows[0].unsqueeze(-1) - count + torch.arange(count, device=self.device)
+            visible = column >= self.rows[2].unsqueeze(-1)
+            turned = None
+            if self.policy.slot_positions:
+                turned = self.rope.turn(q, self.rows[3][:, None, None].expand(-1, 1, q.shape[2]), -1)
+            yield Block(*self.sink[:, layer], visible[:, None, None], count, turned)
+        for pool in (self.full, self.coded):
+            if pool is None:
+                continue
+            unit, step = pool.grid("unit")[layer], max(1, BLOCK_TOKENS // window)
+            for lo in range(0, pool.slots, step):
+                hi = min(lo + step, pool.slots)
+                ids = unit[..., lo:hi]
+                visible = self._held(ids).unsqueeze(2)
+                if pool is self.full:
+                    data = pool.read(layer, lo, hi, ("k", "v"))
+                    k, v = data["k"].flatten(2, 3), data["v"].flatten(2, 3)
+                else:
+                    data = pool.read(layer, lo, hi, tuple(pool.spec))
+                    position = self.columns(ids) + self.rows[1][:, None, None, None]
+                    k = self.rope.turn(self.codec.decode_keys(data).flatten(2, 3), position.flatten(-2))
+                    v = self.codec.decode_values(data).flatten(2, 3)
+                yield Block(k, v, visible if visible.shape[1] == heads else visible.expand(-1, heads, -1, -1), window)
+
+    def collect(self, layer: int, mass: list[Tensor]) -> None:
+        """Add attention mass, one ``[B, H, units]`` per block of :meth:`blocks`, to the scores of one layer."""
+        pieces = mass[1:] if self.sink.shape[-2] else mass
+        start = 0
+        for pool in (self.full, self.coded):
+            if pool is None:
+                continue
+            step = max(1, BLOCK_TOKENS // self.policy.window)
+            count = -(-pool.slots // step)
+            if not count:
+                continue
+            new = torch.cat(pieces[start : start + count], -1)
+            grid = pool.grid("score")
+            grid[layer] += new.unflatten(1, (pool.groups, -1)).mean(2)
+            if pool.ragged is not None:
+                pool.put("score", grid)
+            start += count
+
+    # -- routing ------------------------------------------------------------------------------------------------------
+
+    def _aged(self, unit: Tensor, rows: list[int]) -> Tensor:
+        """Which units ``[L, rows, G, n]`` are complete and older than the local region."""
+        end = self.origin + (unit.long() + 1) * self.policy.window
+        return (unit >= 0) & (end <= self.seen - self._limits(rows, "local"))
+
+    def route(self) -> bool:
+        """The routing event of all sequences that are due, for all layers at once. Returns whether there was one."""
+        rows = [r for r, due in enumerate(self.due) if due is not None and due <= self.seen]
+        if not rows:
+            return False
+        self._plan()
+        for pool, name in ((self.full, "dense"), (self.coded, "codes")):
+            if pool is not None and self._most(name) > pool.slots:
+                pool.resize(self._most(name))
+        for r in rows:
+            self.due[r] = self.seen + self.layouts[r].interval
+        index = torch.tensor(rows, device=self.device)
+        pools = [p for p in (self.full, self.coded) if p is not None]
+        unit = torch.cat([p.grid("unit")[:, index] for p in pools], -1)
+        zero = torch.zeros((), device=self.device)
+        score = torch.cat([p.grid("score")[:, index] for p in pools], -1) if self.policy.scored else zero.expand(unit.shape)
+        n = self.full.slots
+        coded = torch.zeros_like(unit, dtype=torch.bool)
+        coded[..., n:] = True
+        if self.policy.linked:
+            coded[..., :n] = self.full.grid("link")[:, index] >= 0
+        candidate = self._aged(unit, rows)
+        tier = select(
+            self.policy.priority(score, unit),
+            unit,
+            candidate,
+            coded,
+            self._limits(rows, "full"),
+            self._limits(rows, "codes"),
+            self.policy.promotion,
+        )
+        self._move(index, candidate, tier, n)
+        self.event_rows = sorted({*self.event_rows, *rows})
+        self.count_evicted()
+        return True
+
+    def count_evicted(self) -> None:
+        """For slot positions: how many tokens are missing between the sinks and the oldest one kept."""
+        if self.policy.slot_positions:
+            unit = self.full.grid("unit")[0, :, 0]
+            oldest = torch.where(unit < 0, torch.iinfo(unit.dtype).max, unit).amin(-1)
+            self.rows[3] = self.columns(oldest)[:, 0].clamp_min(self.rows[0]) - self.rows[0]
+
+    def _move(self, rows: Tensor, candidate: Tensor, tier: Tensor, n: int) -> None:
+        """Carry out a plan: free, encode on first demotion, decode on promotion. Units that keep their tier do not move."""
+        drop, demote = candidate & (tier == EVICTED), candidate & (tier == CODED)
+        unit = self.full.grid("unit")
+        if self.coded is None:
+            part = unit[:, rows]
+            part[drop] = EMPTY
+            unit[:, rows] = part
+            self.full.put("unit", unit)
+            return
+        code_unit, link = self.coded.grid("unit"), self.full.grid("link")
+        score, code_score = self.full.grid("score"), self.coded.grid("score")
+
+        def at(mask: Tensor):
+            layer, row, group, slot = mask.nonzero(as_tuple=True)
+            return layer, rows[row], group, slot
+
+        # evicted: both copies are freed
+        gone = at(drop[..., n:])
+        code_unit[gone] = EMPTY
+        gone = at(drop[..., :n])
+        owned = link[gone] >= 0
+        code_unit[(*(x[owned] for x in gone[:3]), link[gone][owned].long())] = EMPTY
+        unit[gone] = EMPTY
+        link[gone] = EMPTY
+        # demoted again: the ledger's code becomes the one that is read
+        back = at(demote[..., :n] & (link[:, rows] >= 0))
+        slot = (*back[:3], link[back].long())
+        code_unit[slot], code_score[slot] = unit[back], score[back]
+        unit[back] = EMPTY
+        link[back] = EMPTY
+        # demoted for the first time: encoded, written once
+        source, target = self._match(demote[..., :n] & (unit[:, rows] >= 0), code_unit, rows)
+        if len(source[0]):
+            ids = unit[source]
+            index = self.full.index(*source)
+            per = index.shape[-1]
+            k, v = self.full.payload["k"][index], self.full.payload["v"][index]
+            data = self._encode(k, v, source[1].unsqueeze(-1).expand(-1, per), ids.unsqueeze(-1).expand(-1, per))
+            index = self.coded.index(*target)
+            for name, value in data.items():
+                self.coded.payload[name][index] = value
+            code_unit[target], code_score[target] = ids, score[source]
+            unit[source] = EMPTY
+        # promoted: the same approximation at full precision, its code stays in the ledger
+        source, target = self._match(candidate[..., n:] & (tier[..., n:] == FULL), unit, rows)
+        if len(source[0]):
+            ids = code_unit[source]
+            index = self.coded.index(*source)
+            data = {name: flat[index] for name, flat in self.coded.payload.items()}
+            position = self.columns(ids) + self.rows[1][source[1]].unsqueeze(-1)
+            k = self.rope.turn(self.codec.decode_keys(data), position.unsqueeze(1))
+            index = self.full.index(*target)
+            self.full.payload["k"][index] = k.to(self.geometry.dtype)
+            self.full.payload["v"][index] = self.codec.decode_values(data).to(self.geometry.dtype)
+            unit[target], score[target], link[target] = ids, code_score[source], source[3].to(link.dtype)
+            code_unit[source] = ledger(ids)
+        for pool, name, grid in (
+            (self.full, "unit", unit), (self.full, "score", score), (self.full, "link", link),
+            (self.coded, "unit", code_unit), (self.coded, "score", code_score),
+        ):  # fmt: skip
+            pool.put(name, grid)
+
+    def _match(self, items: Tensor, free_unit: Tensor, rows: Tensor):
+        """Pair units to move (mask ``[L, rows, G, n]``) with free slots of the other pool: two (layer, row, group, slot)."""
+        shape = items.shape
+        r, item, slot = pair(items.flatten(0, 2), (free_unit[:, rows] == EMPTY).flatten(0, 2))
+        layer, row, group = r // (shape[1] * shape[2]), rows[r // shape[2] % shape[1]], r % shape[2]
+        return (layer, row, group, item), (layer, row, group, slot)
+
+    def carry(self) -> None:
+        """After an event: let the scores fade as the method says."""
+        if self.event_rows and self.policy.scored:
+            for pool in (self.full, self.coded):
+                if pool is None:
+                    continue
+                grid = pool.grid("score")
+                for r in self.event_rows:
+                    grid[:, r] = self.policy.carry(grid[:, r], self.layouts[r].interval)
+                pool.put("score", grid)
+        self.event_rows = []
+
+    def room(self) -> int:
+        """Tokens that can be written before a unit boundary or a routing event."""
+        left = self.policy.window - (self.seen - self.origin) % self.policy.window
+        return left if self.next_due is None else min(left, self.next_due - self.seen)
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep the sequences ``rows`` (in that order, repeats allowed)."""
+        rows = rows.to(self.device)
+        order = rows.tolist()
+        self.full.select_rows(rows)
+        if self.coded is not None:
+            self.coded.select_rows(rows)
+        self.sink = self.sink.index_select(2, rows)
+        # the open unit's slots are re-addressed: a slot index depends on the row it is in
+        slot = self.write.index_select(1, rows) % self.full.slots
+        self.rows = self.rows[:, rows]
+        self.lengths, self.layouts, self.due = ([x[r] for r in order] for x in (self.lengths, self.layouts, self.due))
+        self.event_rows = [i for i, r in enumerate(order) if r in self.event_rows]
+        self.batch = len(order)
+        self.write = self.full._first() + slot

@@ -1,0 +1,133 @@
+"""A pool of slots, each holding one unit (``window`` consecutive tokens) per KV head, for all layers and sequences.
+
+Payload tensors are flat, ``[slots in all, ...]``, ordered by layer, sequence, KV head, slot: a kernel needs one base
+pointer and the first slot of a (layer, sequence, head). Heads may own different numbers of slots (``ragged``); then
+nothing is padded. Unit ids, scores and links are flat in the same order, per group of heads that choose alike.
+
+Ids: ``u >= 0`` holds unit ``u``; ``EMPTY`` is free; in a pool of codes ``ledger(u)`` marks the code of a unit whose full
+copy is the one being read. ``ABSENT`` fills the padded view of heads that own fewer slots.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+EMPTY, ABSENT, FIRST_LEDGER = -1, -2, -3
+
+
+def ledger(unit: Tensor) -> Tensor:
+    """The id under which the code of a promoted unit is kept, and back."""
+    return FIRST_LEDGER - unit
+
+
+def pair(items: Tensor, free: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Match the k-th True of ``items [R, n]`` with the k-th True of ``free [R, m]``: (row, item, slot) indices, flat."""
+    row, item = items.nonzero(as_tuple=True)
+    rank = items.cumsum(-1)[row, item] - 1
+    slot = (~free).to(torch.uint8).argsort(dim=-1, stable=True)[row, rank]
+    return row, item, slot
+
+
+class Pool:
+    """Slots of one tier.
+
+    Args:
+        heads: (layers, batch, kv_heads).
+        groups: 1 (a slot's unit is the same for all heads of a layer) or kv_heads.
+        slots: slots per head, or ``[layers, batch, kv_heads]`` if heads differ (needs ``groups == kv_heads``).
+        spec: payload of one slot of one head: name -> (shape, dtype).
+        records: name -> (dtype, value of an empty slot) kept per slot and group, beside the unit id.
+    """
+
+    def __init__(self, heads, groups, slots, spec, records, device):
+        self.layers, self.batch, self.kv_heads = heads
+        self.groups, self.spec, self.device = groups, dict(spec), device
+        self.records = {"unit": (torch.int32, EMPTY), **records}
+        self.ragged = slots.to(device) if isinstance(slots, Tensor) else None
+        self.slots = int(slots.max()) if isinstance(slots, Tensor) else slots
+        if self.ragged is not None and groups != self.kv_heads:
+            raise ValueError("heads can own different numbers of slots only if each chooses for itself")
+        total = int(self.ragged.sum()) if self.ragged is not None else self.slots * self.layers * self.batch * self.kv_heads
+        entries = total // self.kv_heads * groups if self.ragged is None else total
+        self.payload = {n: torch.zeros(total, *shape, dtype=t, device=device) for n, (shape, t) in self.spec.items()}
+        self.record = {n: torch.full((entries,), v, dtype=t, device=device) for n, (t, v) in self.records.items()}
+
+    # -- addressing ---------------------------------------------------------------------------------------------------
+
+    def _first(self) -> Tensor:
+        """``[L, B, H]`` index of each head's first slot in the flat payload."""
+        if self.ragged is None:
+            count = self.layers * self.batch * self.kv_heads
+            return (torch.arange(count, device=self.device) * self.slots).view(self.layers, self.batch, self.kv_heads)
+        flat = self.ragged.flatten()
+        return (flat.cumsum(0) - flat).view_as(self.ragged)
+
+    def index(self, layer: Tensor, row: Tensor, group: Tensor, slot: Tensor) -> Tensor:
+        """Flat payload indices ``[..., heads per group]`` of slots given by equally shaped index tensors."""
+        per = self.kv_heads // self.groups
+        head = group.unsqueeze(-1) * per + torch.arange(per, device=self.device)
+        if self.ragged is None:
+            first = ((layer * self.batch + row).unsqueeze(-1) * self.kv_heads + head) * self.slots
+        else:
+            first = self._first()[layer.unsqueeze(-1), row.unsqueeze(-1), head]
+        return first + slot.unsqueeze(-1)
+
+    def _padded(self, lo: int, hi: int, layers: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """For ragged pools: flat indices ``[l, B, H, hi-lo]`` of a range of slots, and which of them exist."""
+        slot = torch.arange(lo, hi, device=self.device)
+        exists = slot < self.ragged[layers].unsqueeze(-1)
+        return (self._first()[layers].unsqueeze(-1) + slot) * exists, exists
+
+    def grid(self, name: str) -> Tensor:
+        """A record as ``[L, B, G, slots]``: a view if heads are alike, else a padded copy (write back with :meth:`put`)."""
+        flat = self.record[name]
+        if self.ragged is None:
+            return flat.view(self.layers, self.batch, self.groups, self.slots)
+        index, exists = self._padded(0, self.slots)
+        fill = ABSENT if name == "unit" else self.records[name][1]
+        return torch.where(exists, flat[index] if len(flat) else torch.zeros_like(index, dtype=flat.dtype), fill)
+
+    def put(self, name: str, grid: Tensor) -> None:
+        """Write a whole record back from ``[L, B, G, slots]``."""
+        if self.ragged is None:
+            self.record[name].view_as(grid).copy_(grid)
+        else:
+            index, exists = self._padded(0, self.slots)
+            self.record[name][index[exists]] = grid[exists].to(self.record[name].dtype)
+
+    def read(self, layer: int, lo: int, hi: int, names: tuple[str, ...]) -> dict[str, Tensor]:
+        """Payload of slots ``lo:hi`` of one layer, each ``[B, H, hi-lo, ...]``; a view if heads are alike."""
+        if self.ragged is None:
+            shape = (self.layers, self.batch, self.kv_heads, self.slots)
+            return {n: self.payload[n].unflatten(0, shape)[layer][:, :, lo:hi] for n in names}
+        index, _ = self._padded(lo, hi, slice(layer, layer + 1))
+        return {n: self.payload[n][index[0]] for n in names}
+
+    # -- changes ------------------------------------------------------------------------------------------------------
+
+    def resize(self, slots: int) -> None:
+        """Give every head ``slots`` slots, keeping the content of those it had (never fewer)."""
+        lead = (self.layers, self.batch)
+
+        def grown(flat: Tensor, heads: int, value) -> Tensor:
+            old = flat.view(*lead, heads, self.slots, *flat.shape[1:])
+            new = flat.new_full((*lead, heads, slots, *flat.shape[1:]), value)
+            new[:, :, :, : self.slots] = old
+            return new.flatten(0, 3)
+
+        for name in self.payload:  # one tensor at a time: the old one is freed before the next is copied
+            self.payload[name] = grown(self.payload[name], self.kv_heads, 0)
+        for name, (_, value) in self.records.items():
+            self.record[name] = grown(self.record[name], self.groups, value)
+        self.slots = slots
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep the sequences ``rows`` (in that order, repeats allowed): beam search, batch selection."""
+        if self.ragged is not None:
+            raise ValueError("sequences of a ragged pool cannot be reordered: run beam search with equal heads")
+        for store, heads in ((self.payload, self.kv_heads), (self.record, self.groups)):
+            for name, flat in store.items():
+                shaped = flat.view(self.layers, self.batch, heads, self.slots, *flat.shape[1:])
+                store[name] = shaped.index_select(1, rows).flatten(0, 3)
+        self.batch = len(rows)
