@@ -1,10 +1,10 @@
 """SnapKV: each KV head keeps the prompt tokens that the last queries attend to (arXiv 2404.14469).
 
 Score of a prefix token: attention of the last ``observe`` prompt queries, smoothed along the prefix, mean over the head's
-query group; the observation window itself is always kept. Generated tokens are capped: every ``interval`` tokens the rule is applied
-again to what is stored. The window's attention is then what the last ``observe`` generated queries gave; when events are
-closer than ``observe`` tokens, older attention fades by ``1 - interval / observe`` per event instead of being kept query by query,
-which would cost more bytes than the budget has.
+query group; the observation window itself is always kept. Generated tokens are capped: every ``interval`` tokens the rule is
+applied again to what is stored. The window's attention is then what the last ``observe`` generated queries gave; when events
+are closer than ``observe`` tokens, older attention fades by ``1 - interval / observe`` per event instead of being kept query
+by query, which would cost more bytes than the budget has.
 """
 
 from __future__ import annotations

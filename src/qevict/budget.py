@@ -71,6 +71,8 @@ class Budget:
         given = [x for x in (self.fraction, self.nbytes, self.tokens) if x is not None]
         if len(given) != 1:
             raise BudgetError("give exactly one of budget (a fraction), budget_bytes and budget_tokens")
+        if isinstance(given[0], bool) or not isinstance(given[0], int | float):
+            raise BudgetError(f"budget={given[0]!r} is not a number: give a share of FullKV's bytes in (0, 1], such as 0.05")
         if self.fraction is not None and not 0 < self.fraction <= 1:
             raise BudgetError(f"budget={self.fraction:g} is outside (0, 1]; 1 keeps everything, 0.05 keeps 5 % of FullKV's bytes")
         if self.fraction is None and given[0] <= 0:

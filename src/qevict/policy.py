@@ -67,7 +67,13 @@ class Policy:
 
     def costs(self, g: Geometry, sink: int) -> Costs:
         return Costs.of(
-            g, window=self.window, groups=self.groups(g), sink=sink, scored=self.scored, codec=self.codec(g), linked=self.linked
+            g,
+            window=self.window,
+            groups=self.groups(g),
+            sink=sink,
+            scored=self.scored,
+            codec=self.codec(g),
+            linked=self.linked,
         )
 
     def layout(self, g: Geometry, budget: Budget, prompt: int, seen: int) -> Layout:
@@ -121,9 +127,7 @@ class PromptView:
         return self.k.shape[-2]
 
 
-def select(
-    priority: Tensor, unit: Tensor, candidate: Tensor, coded: Tensor, full: Tensor, codes: Tensor, promotion: str
-) -> Tensor:
+def select(priority: Tensor, unit: Tensor, candidate: Tensor, coded: Tensor, full: Tensor, codes: Tensor, promotion: str) -> Tensor:
     """Tier of every candidate: the best ``full`` in Full, the next in the coded tier, the rest evicted.
 
     All of ``priority``, ``unit``, ``candidate``, ``coded`` are ``[..., n]``; ``full`` and ``codes`` broadcast to ``[..., 1]``.

@@ -26,9 +26,7 @@ class Block:
     turned_query: Tensor | None = None
 
 
-def attend(
-    q: Tensor, blocks: Iterable[Block], scaling: float, mass_queries: int | None = 0
-) -> tuple[Tensor, list[Tensor] | None]:
+def attend(q: Tensor, blocks: Iterable[Block], scaling: float, mass_queries: int | None = 0) -> tuple[Tensor, list[Tensor] | None]:
     """Softmax attention of ``q [B, H_q, n, d]`` over all blocks together.
 
     Args:

@@ -92,7 +92,11 @@ class TierCache(Cache):
     """
 
     def __init__(
-        self, model: PreTrainedModel, policy: Policy, budget: float | Budget = 1.0, dtype: torch.dtype | str | None = None
+        self,
+        model: PreTrainedModel,
+        policy: Policy,
+        budget: float | Budget = 1.0,
+        dtype: torch.dtype | str | None = None,
     ):
         config = model.config.get_text_config()
         dtype = DTYPES.get(dtype, dtype)

@@ -49,7 +49,7 @@ class Arena:
         g, heads = geometry, (geometry.layers, self.batch, geometry.kv_heads)
         groups, scored = policy.groups(g), {"score": (torch.float32, 0.0)} if policy.scored else {}
         linked = {"link": (torch.int32, EMPTY)} if policy.linked else {}
-        dense = {name: ((policy.window, g.head_dim), g.dtype) for name in ("k", "v")}
+        dense = dict.fromkeys(("k", "v"), ((policy.window, g.head_dim), g.dtype))
         self.full = Pool(heads, groups, self._most("dense"), dense, scored | linked, self.device)
         self.coded = Pool(heads, groups, self._most("codes"), self.codec.spec(), scored, self.device) if self.codec else None
         self.sink = torch.zeros(2, *heads, int(sink.max()), g.head_dim, dtype=g.dtype, device=self.device)
@@ -59,12 +59,18 @@ class Arena:
     # -- limits -------------------------------------------------------------------------------------------------------
 
     def _plan(self) -> None:
-        """Slots that each sequence may use now; on an event, also when the next one is due."""
+        """Slots that each sequence may use now. Slots are never taken back: a layout that would trade some of one kind for
+        another waits until the growing budget pays for both."""
         grown = self.seen - self.prompt
         memo = {n: self.policy.layout(self.geometry, self.budget, n, n + grown) for n in set(self.lengths)}
-        self.layouts: list[Layout] = [memo[n] for n in self.lengths]
+        new: list[Layout] = [memo[n] for n in self.lengths]
         if not grown:
-            self.due = [self.seen + lay.interval if lay.interval else None for lay in self.layouts]
+            self.layouts = new
+            self.due = [self.seen + lay.interval if lay.interval else None for lay in new]
+            return
+        for row, (old, lay) in enumerate(zip(self.layouts, new, strict=True)):
+            if lay.dense >= old.dense and lay.codes >= old.codes:
+                self.layouts[row] = lay
 
     def _most(self, name: str) -> int:
         return max(getattr(lay, name) for lay in self.layouts)

@@ -1,0 +1,35 @@
+"""What ``run.py`` does once the configuration is composed."""
+
+from __future__ import annotations
+
+import sys
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+EXPECTED = (ValueError, OSError, RuntimeError, NotImplementedError, InstantiationException)
+
+
+def one_line(error: Exception) -> str:
+    """The sentence of an error. Hydra wraps what a constructor raised: the cause is what the user can mend."""
+    if isinstance(error, InstantiationException) and error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ValueError | OSError | RuntimeError) and text else f"{type(error).__name__}: {text}"
+
+
+def task(config: DictConfig) -> None:
+    from evals.report import show  # late: torch and transformers take seconds, --help needs neither
+    from evals.runner import run
+
+    try:
+        metrics = run(config)
+    except EXPECTED as error:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:  # the sweep goes on with its other cells
+            raise
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        sys.exit(1)
+    show([metrics])
+    print(f"run: {metrics['path']}")

@@ -1,0 +1,132 @@
+"""Greedy decoding of one prompt, with times and bytes. Not ``generate``: that decodes text for stop strings at every step."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from evals.meters import workspace
+from evals.sample import Prompt
+from qevict.accounting import full_bytes, measure
+from qevict.hf.cache import TierCache
+
+
+@dataclass
+class Generation:
+    """What one prompt gave. Times in ms, sizes in bytes; ``tpot_ms`` is None below two tokens."""
+
+    tokens: list[int]
+    stopped: str
+    ttft_ms: float
+    tpot_ms: float | None
+    budget_bytes: int
+    bytes_peak: dict[str, int]
+    bytes_final: dict[str, int]
+    ratio_peak: float
+    ratio_final: float
+
+
+@dataclass
+class _Bytes:
+    """Follows persistent bytes between steps, outside the timed parts."""
+
+    peak: dict[str, int] = field(default_factory=lambda: {"total": -1})
+    last: dict[str, int] = field(default_factory=dict)
+    ratio_peak: float = 0.0
+    ratio: float = 0.0
+
+    def read(self, cache: TierCache) -> None:
+        self.last = measure(cache)
+        self.ratio = self.last["total"] / full_bytes(cache)
+        self.ratio_peak = max(self.ratio_peak, self.ratio)
+        if self.last["total"] > self.peak["total"]:
+            self.peak = self.last
+
+
+def eos_ids(model, tokenizer) -> set[int]:
+    """Every end token that the model's generation config or the tokenizer names (Llama 3 has several)."""
+    named = getattr(model.generation_config, "eos_token_id", None)
+    ids = {*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id}
+    return {i for i in ids if i is not None}
+
+
+class Stepper:
+    """Feeds tokens to a model with one cache."""
+
+    def __init__(self, model, cache: TierCache):
+        self.model, self.cache = model, cache
+        # transformers 5.24 renamed the argument
+        self.keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+    @torch.inference_mode()
+    def __call__(self, ids: list[int] | tuple[int, ...]) -> int:
+        """The greedy next token after ``ids``."""
+        start = self.cache.get_seq_length()
+        tokens = torch.tensor([ids], device=self.model.device)
+        positions = torch.arange(start, start + len(ids), device=self.model.device).unsqueeze(0)
+        out = self.model(input_ids=tokens, position_ids=positions, use_cache=True, logits_to_keep=1, **{self.keyword: self.cache})
+        return int(out.logits[0, -1].argmax())
+
+    def prefill(self, prompt: Prompt) -> int:
+        token = self(prompt.context)
+        if prompt.question:
+            self.cache.new_turn()
+            token = self(prompt.question)
+        return token
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() * 1e3
+
+
+def generate(model, cache: TierCache, prompt: Prompt, max_new_tokens: int, stop: set[int]) -> Generation:
+    """Greedy continuation of a prompt of at most ``max_new_tokens`` tokens; the stop token is not part of it."""
+    device, step, held = model.device, Stepper(model, cache), _Bytes()
+    began = _now(device)
+    token = step.prefill(prompt)
+    ttft = _now(device) - began
+    held.read(cache)
+    tokens, spent = [], 0.0
+    while token not in stop and len(tokens) < max_new_tokens:
+        tokens.append(token)
+        if len(tokens) == max_new_tokens:
+            break
+        began = _now(device)
+        token = step([token])
+        spent += _now(device) - began
+        held.read(cache)
+    steps = len(tokens) - 1 if len(tokens) == max_new_tokens else len(tokens)
+    budget = cache.budget
+    limit = budget.resolve(cache.geometry, len(prompt.context), cache.arena.seen)
+    return Generation(
+        tokens=tokens,
+        stopped="length" if token not in stop else "eos",
+        ttft_ms=ttft,
+        tpot_ms=spent / steps if steps > 0 else None,
+        budget_bytes=limit,
+        bytes_peak=held.peak,
+        bytes_final=held.last,
+        ratio_peak=held.ratio_peak,
+        ratio_final=held.ratio,
+    )
+
+
+def measure_workspace(model, cache: TierCache, prompt: Prompt, steps: int) -> dict[str, int]:
+    """Peak temporary bytes of the prefill and of one decode step (the worst of ``steps``), on a run of its own."""
+    step = Stepper(model, cache)
+    token = [0]
+
+    def prefill():
+        token[0] = step.prefill(prompt)
+
+    def decode():
+        token[0] = step([token[0]])
+
+    out = {"prefill": workspace(model.device, prefill)}
+    out["decode"] = max(workspace(model.device, decode) for _ in range(steps))
+    return out

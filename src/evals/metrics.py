@@ -1,0 +1,55 @@
+"""From finished samples to the numbers of a run. Failed samples are counted, never scored as answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+from statistics import mean, median, stdev
+
+
+def _stderr(values: Sequence[float]) -> float | None:
+    """Standard error of a mean; None below two values."""
+    return stdev(values) / sqrt(len(values)) if len(values) > 1 else None
+
+
+def summarize(rows: Sequence[dict]) -> dict:
+    """Scores (mean of the task means, with standard error) and measurements of a run's rows.
+
+    Bytes are means over samples of each sample's peak; ratios are bytes over FullKV's bytes, the peak ratio is the highest
+    that any sample reached at any step; times are medians, in ms.
+    """
+    good = [r for r in rows if r["status"] == "ok"]
+    per_task = {}
+    for task in sorted({r["task"] for r in rows}):
+        scores = [r["score"] for r in good if r["task"] == task]
+        failed = sum(r["task"] == task and r["status"] != "ok" for r in rows)
+        per_task[task] = {
+            "score": mean(scores) if scores else None,
+            "stderr": _stderr(scores),
+            "n": len(scores),
+            "n_failed": failed,
+        }
+    means = [t for t in per_task.values() if t["score"] is not None]
+    errors = [t["stderr"] for t in means]
+    known = bool(errors) and None not in errors
+
+    def of(name: str, reduce) -> float | None:
+        values = [r[name] for r in good if r.get(name) is not None]
+        return reduce(values) if values else None
+
+    return {
+        "n": len(good),
+        "n_failed": len(rows) - len(good),
+        "score": mean(t["score"] for t in means) if means else None,
+        "stderr": sqrt(sum(e * e for e in errors)) / len(errors) if known else None,
+        "per_task": per_task,
+        "budget_bytes": of("budget_bytes", mean),
+        "kv_bytes_peak": of("kv_bytes_peak", mean),
+        "kv_bytes_final": of("kv_bytes_final", mean),
+        "kv_ratio_peak": of("kv_ratio_peak", max),
+        "kv_ratio_final": of("kv_ratio_final", mean),
+        "ttft_ms": of("ttft_ms", median),
+        "tpot_ms": of("tpot_ms", median),
+        "new_tokens": of("new_tokens", mean),
+        "n_cut": sum(r["stopped"] == "length" for r in good),
+    }

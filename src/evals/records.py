@@ -1,0 +1,145 @@
+"""Run directories: where a run's records live, how it is identified, locked and resumed.
+
+``results/runs/<readable>-<hash of the resolved configuration without paths>/`` holds ``config.yaml``, ``env.json``,
+``samples.jsonl`` (one line per finished sample, flushed to disk), ``status.json`` and ``metrics.json``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+
+PACKAGES = ("qevict", "torch", "transformers", "tokenizers", "datasets", "hydra-core", "flash-attn")
+
+
+class RunError(RuntimeError):
+    """A run directory that cannot be used. The message is one sentence."""
+
+
+def digest(identity: dict) -> str:
+    """Eight hex digits of a configuration, independent of the order of its keys."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def readable(*parts: object) -> str:
+    """A folder name: letters, digits, dot, dash; anything else in a model or method name becomes a dash."""
+    return "-".join(re.sub(r"[^A-Za-z0-9.]+", "-", str(p)).strip("-") for p in parts if p not in (None, ""))
+
+
+def write_json(path: Path, value: object) -> None:
+    """Atomically: a killed process leaves the old file or the new one."""
+    scratch = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        with open(scratch, "w") as file:
+            file.write(json.dumps(value, indent=1, default=str) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def environment(device: torch.device, model_source: dict) -> dict:
+    """Versions, revision of the code, device and model source."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return {
+        "python": platform.python_version(),
+        "packages": versions,
+        "git": _git_revision(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine(),
+        "device_type": device.type,
+        "threads": torch.get_num_threads(),
+        "model": model_source,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _git_revision() -> str | None:
+    here = Path(__file__).parent
+    try:
+        sha = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+        dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return sha + ("+changes" if dirty.stdout.strip() else "")
+
+
+class RunDir:
+    """One run's folder, owned by one process at a time.
+
+    Raises:
+        RunError: the folder cannot be written, or another process is writing it.
+    """
+
+    def __init__(self, root: str | Path, name: str, config_yaml: str):
+        self.path = Path(root) / name
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = FileLock(self.path / ".lock")
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise RunError(
+                f"{self.path} is being written by another process: wait for it, then give the same command again"
+            ) from None
+        except OSError as error:
+            raise RunError(
+                f"results_dir={root} cannot be written ({error.strerror or error}): set results_dir to a writable folder"
+            ) from error
+        self.finished: dict[str, dict] = {}
+        self.samples = self.path / "samples.jsonl"
+        self._load()
+        (self.path / "config.yaml").write_text(config_yaml)
+
+    def _load(self) -> None:
+        """Read finished samples; a last line that a killed process left half written is cut off."""
+        if not self.samples.exists():
+            return
+        good = 0
+        with open(self.samples, "rb") as file:
+            for line in file:
+                try:
+                    row = json.loads(line) if line.endswith(b"\n") else None
+                except json.JSONDecodeError:
+                    row = None
+                if row is None:
+                    break
+                self.finished[row["id"]] = row
+                good += len(line)
+        if good < self.samples.stat().st_size:
+            os.truncate(self.samples, good)
+
+    def append(self, row: dict) -> None:
+        """Add a finished sample; on disk when this returns."""
+        with open(self.samples, "a") as file:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.finished[row["id"]] = row
+
+    def status(self, state: str, total: int, error: str | None = None) -> None:
+        """``state``: running, done or failed."""
+        write_json(self.path / "status.json", {"state": state, "done": len(self.finished), "total": total, "error": error})
+
+    def add_environment(self, env: dict) -> None:
+        """One entry per start of the run, so that a run resumed elsewhere says so."""
+        path = self.path / "env.json"
+        starts = json.loads(path.read_text())["starts"] if path.exists() else []
+        write_json(path, {"starts": [*starts, env]})
+
+    def close(self) -> None:
+        self._lock.release()

@@ -1,0 +1,256 @@
+"""The runner from the outside: records, resume, locks, errors. A tiny random model with the embedded tokenizer."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from evals.metrics import summarize
+from evals.records import RunDir, RunError, digest, readable, write_json
+from evals.runner import run
+from qevict.hf.loading import load_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ["task.tasks=[niah_single_1,niah_multikey_1]", "task.length=512", "task.n=3", "task.max_new_tokens=8", "progress=false"]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A model folder: two random layers, the embedded model's tokenizer."""
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = load_tokenizer("smollm2-135m")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=2048, eos_token_id=2, bos_token_id=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def config_of(*overrides):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose("config", overrides=list(overrides))
+
+
+def command(*overrides):
+    return [sys.executable, str(ROOT / "run.py"), *overrides]
+
+
+def rows_of(run_dir):
+    return [json.loads(line) for line in (Path(run_dir) / "samples.jsonl").read_text().splitlines()]
+
+
+def test_every_method_composes_and_leaves_a_complete_record(folder, tmp_path):
+    for file in sorted((ROOT / "conf/method").glob("*.yaml")):
+        config = config_of(f"method={file.stem}", "budget=0.4", f"model.path={folder}", f"results_dir={tmp_path}", *SMALL)
+        metrics = run(config, announce=lambda text: None)
+        where = Path(metrics["path"])
+        stored = json.loads((where / "metrics.json").read_text())
+        wanted = """method model task budget budget_bytes n n_failed score stderr per_task kv_ratio_peak kv_ratio_final
+                    kv_bytes_peak workspace_bytes_peak meter ttft_ms tpot_ms"""
+        assert set(wanted.split()) <= set(stored)
+        assert stored["n"] == 6 and stored["n_failed"] == 0 and stored["method"] == file.stem
+        assert stored["meter"] == "dispatch" and stored["workspace_bytes_peak"] > 0
+        if file.stem != "fullkv":
+            assert stored["kv_ratio_peak"] <= 0.4
+            for row in rows_of(where):
+                assert row["kv_bytes_peak"] <= row["budget_bytes"]
+                assert sum(v for k, v in row["kv_parts_peak"].items() if k != "total") == row["kv_parts_peak"]["total"]
+        for name in ("config.yaml", "env.json", "status.json"):
+            assert (where / name).exists()
+        assert json.loads((where / "status.json").read_text())["state"] == "done"
+
+
+def test_the_same_command_again_computes_nothing(folder, tmp_path):
+    overrides = ["budget=0.4", f"model.path={folder}", f"results_dir={tmp_path}", *SMALL]
+    first = run(config_of(*overrides), announce=lambda text: None)
+    before = (Path(first["path"]) / "samples.jsonl").stat().st_mtime_ns
+    second = run(config_of(*overrides), announce=lambda text: None)
+    assert second == first
+    assert (Path(first["path"]) / "samples.jsonl").stat().st_mtime_ns == before
+
+
+def test_what_changes_a_result_changes_the_run_and_what_does_not_does_not(folder, tmp_path):
+    def name(*overrides):
+        from evals.runner import plan
+
+        return plan(config_of("budget=0.4", f"model.path={folder}", *SMALL, *overrides)).name
+
+    base = name()
+    assert name(f"results_dir={tmp_path}") == base and name("logger=wandb") == base and name("progress=true") == base
+    changes = ("budget=0.3", "method.window=4", "seed=1", "cache.dtype=bfloat16", "cache.basis=prompt", "task.n=2", "model.dtype=bfloat16")
+    others = [name(change) for change in changes]
+    assert len({base, *others}) == len(changes) + 1
+
+
+def test_killed_at_any_moment_then_resumed_equals_an_undisturbed_run(folder, tmp_path):
+    overrides = ["budget=0.4", f"model.path={folder}", *SMALL, "task.n=12"]
+    calm = run(config_of(*overrides, f"results_dir={tmp_path / 'calm'}"), announce=lambda text: None)
+    torn = tmp_path / "torn"
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command(*overrides, f"results_dir={torn}"), stdout=subprocess.DEVNULL, env=env)
+    deadline = time.time() + 240
+    while time.time() < deadline and process.poll() is None:
+        lines = list(torn.glob("*/samples.jsonl"))
+        if lines and lines[0].read_bytes().count(b"\n") >= 3:
+            process.send_signal(signal.SIGKILL)
+            break
+        time.sleep(0.005)
+    process.wait()
+    (run_dir,) = torn.iterdir()
+    kept = len(rows_of(run_dir)) if (run_dir / "samples.jsonl").read_bytes().endswith(b"\n") else None
+    assert kept is None or 3 <= kept
+    with open(run_dir / "samples.jsonl", "a") as file:
+        file.write('{"id": "half a li')  # what a kill in the middle of a write leaves
+    resumed = run(config_of(*overrides, f"results_dir={torn}"), announce=lambda text: None)
+    rows = rows_of(run_dir)
+    assert len(rows) == len({r["id"] for r in rows}) == 24
+    same = ("score", "stderr", "per_task", "n", "n_failed", "kv_bytes_peak", "kv_ratio_peak", "budget_bytes", "new_tokens")
+    assert {k: resumed[k] for k in same} == {k: calm[k] for k in same}
+    key = lambda r: (r["id"], r["prediction"], r["prompt_sha"])  # noqa: E731
+    assert sorted(map(key, rows)) == sorted(map(key, rows_of(calm["path"])))
+
+
+def test_two_processes_do_not_write_one_run(tmp_path):
+    held = RunDir(tmp_path, "one", "a: 1\n")
+    with pytest.raises(RunError, match="another process"):
+        RunDir(tmp_path, "one", "a: 1\n")
+    held.close()
+    RunDir(tmp_path, "one", "a: 1\n").close()
+
+
+def test_a_failed_sample_is_counted_and_never_scored(folder, tmp_path, monkeypatch):
+    import evals.runner
+
+    real = evals.runner.generate
+    calls = iter(range(100))
+
+    def sometimes(*args):
+        if next(calls) == 1:
+            raise RuntimeError("made to fail\nsecond line")
+        return real(*args)
+
+    monkeypatch.setattr(evals.runner, "generate", sometimes)
+    said = []
+    config = config_of("budget=0.4", f"model.path={folder}", f"results_dir={tmp_path}", *SMALL)
+    metrics = run(config, announce=said.append)
+    assert metrics["n"] == 5 and metrics["n_failed"] == 1
+    assert any("1 of 6 samples failed" in text for text in said)
+    (bad,) = [r for r in rows_of(metrics["path"]) if r["status"] == "failed"]
+    assert bad["score"] is None and bad["error"] == "RuntimeError: made to fail"
+
+
+def test_a_full_disk_ends_in_one_line_and_loses_nothing_finished(folder, tmp_path):
+    script = (
+        "import resource, sys; sys.argv = sys.argv[1:]; resource.setrlimit(resource.RLIMIT_FSIZE, (2500, 2500));"
+        "sys.path.insert(0, '.'); import run; run.main()"
+    )
+    overrides = ["budget=0.4", f"model.path={folder}", f"results_dir={tmp_path}", *SMALL]
+    done = subprocess.run([sys.executable, "-c", script, *command(*overrides)[1:]], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.strip().startswith("error: ") and len(done.stderr.strip().splitlines()) == 1
+    (run_dir,) = tmp_path.iterdir()
+    metrics = run(config_of(*overrides), announce=lambda text: None)
+    assert metrics["n"] == 6 and len(rows_of(run_dir)) == 6
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["method=nope"], ["method/nope", "qevict"]),
+        (["method.nope=1"], ["method.nope"]),
+        (["budget=0"], ["budget=0", "(0, 1]"]),
+        (["budget=-1"], ["budget=-1", "(0, 1]"]),
+        (["budget=1.5"], ["budget=1.5", "(0, 1]"]),
+        (["budget=abc"], ["'abc'", "number"]),
+        (["budget=0.0001"], ["smallest workable", "budget>="]),
+        (["task.length=4096"], ["2048 positions", "task.length"]),
+        (["task.length=50"], ["task.length=50", "too small"]),
+        (["model.path=/not/there"], ["/not/there", "model folder"]),
+        (["results_dir=PLAINFILE/x"], ["cannot be written", "results_dir"]),
+        (["model.path=CORRUPT"], ["weights cannot be loaded"]),
+        (["model.path=UNSUPPORTED"], ["gpt2", "supported: llama"]),
+        (["model.device=cuda"], ["CUDA"]),
+        (["cache.dtype=int8"], ["int8", "float16"]),
+        (["backend.name=magic"], ["magic", "reference"]),
+    ],
+    ids=lambda value: value[0] if value[0].count("=") else "",
+)
+def test_bad_input_is_one_line_and_a_failure(folder, tmp_path, overrides, words):
+    if overrides == ["model.device=cuda"] and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    plain = tmp_path / "file"
+    plain.touch()
+    corrupt = tmp_path / "corrupt"
+    corrupt.mkdir()
+    for file in folder.iterdir():
+        data = file.read_bytes()
+        (corrupt / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
+    other = tmp_path / "gpt2"
+    other.mkdir()
+    (other / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1}')
+    given = [o.replace("PLAINFILE", str(plain)).replace("CORRUPT", str(corrupt)).replace("UNSUPPORTED", str(other)) for o in overrides]
+    base = ["budget=0.4", f"model.path={folder}", f"results_dir={tmp_path / 'out'}", *SMALL]
+    names = {o.split("=")[0] for o in given}
+    base = [b for b in base if b.split("=")[0] not in names]
+    done = subprocess.run(command(*base, *given), capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert done.returncode != 0
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
+    for word in words:
+        assert word in lines[0]
+
+
+def test_help_is_readable_and_quick_to_find_the_choices():
+    done = subprocess.run(command("--help"), capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "method: fullkv, qevict, snapkv, streaming_llm" in done.stdout and "budget" in done.stdout
+
+
+def test_the_last_line_names_the_run(folder, tmp_path):
+    done = subprocess.run(
+        command("budget=0.4", f"model.path={folder}", f"results_dir={tmp_path}", *SMALL), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.strip().splitlines()[-1]
+    assert last.startswith("run: ") and (Path(last[5:]) / "metrics.json").exists()
+
+
+def test_agnostic_protocol_feeds_the_question_after_compression(folder, tmp_path):
+    config = config_of("budget=0.4", f"model.path={folder}", f"results_dir={tmp_path}", "task.protocol=agnostic", *SMALL)
+    metrics = run(config, announce=lambda text: None)
+    assert metrics["n_failed"] == 0 and metrics["kv_ratio_peak"] <= 0.4
+
+
+def test_wandb_offline_mirror(folder, tmp_path):
+    overrides = ["budget=0.4", f"model.path={folder}", f"results_dir={tmp_path}", "logger=wandb", *SMALL]
+    metrics = run(config_of(*overrides), announce=lambda text: None)
+    assert list(Path(metrics["path"]).glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_summary_of_rows():
+    def row(task, score, status="ok"):
+        return {"task": task, "score": score, "status": status, "stopped": "eos", "kv_ratio_peak": 0.2, "ttft_ms": 1.0}
+
+    rows = [row("a", 1.0), row("a", 0.0), row("b", 1.0), row("b", 1.0), row("b", None, "failed")]
+    out = summarize(rows)
+    assert out["score"] == 0.75 and out["n"] == 4 and out["n_failed"] == 1
+    assert out["per_task"]["a"] == {"score": 0.5, "stderr": 0.5, "n": 2, "n_failed": 0}
+    assert out["stderr"] == pytest.approx(0.25) and out["tpot_ms"] is None
+
+
+def test_names_and_digests(tmp_path):
+    assert readable("my/method=x", "model 1", None, 0.05) == "my-method-x-model-1-0.05"
+    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 1, "b": 3})
+    write_json(tmp_path / "x.json", {"a": 1})
+    assert json.loads((tmp_path / "x.json").read_text()) == {"a": 1} and len(list(tmp_path.iterdir())) == 1
