@@ -9,4 +9,4 @@ from qevict.policy import Policy
 
 @dataclass(frozen=True)
 class FullKV(Policy):
-    """Keeps everything, in blocks of 16 tokens. Needs budget=1."""
+    """Keeps everything, in blocks of 8 tokens. Needs budget=1."""

@@ -80,6 +80,7 @@ class SnapKV(Policy):
     def priority(self, score: Tensor, unit: Tensor) -> Tensor:
         """Pooled along the stored tokens in the order of their positions (slots are in no order)."""
         order = unit.argsort(dim=-1, stable=True)
+        score = score.masked_fill(unit < 0, 0)  # what a free slot last held
         return self.pool(score.gather(-1, order)).gather(-1, order.argsort(-1))
 
     def carry(self, score: Tensor, interval: int) -> Tensor:

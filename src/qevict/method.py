@@ -103,9 +103,8 @@ class QEvict(Policy):
         """K_f and K_q of the paper's budget equations, in real bytes. A promoted window keeps its slot among the K_q."""
         if budget.unlimited:
             return self.keep_everything(prompt)
-        sink = min(self.sink, prompt)
-        costs = self.costs(g, sink)
-        what = f"{sink} sink tokens, {self.window} recent tokens and the {self.step} up to the next routing event"
+        costs = self.costs(g, self.sink)
+        what = f"{self.sink} sink tokens, {self.window} recent tokens and the {self.step} up to the next routing event"
         least = protected_units(self.window, self.step, self.window)
         require(g, costs, budget, least, what, prompt, seen)
         history = require(g, costs, budget, least, what, prompt, seen)
@@ -118,7 +117,7 @@ class QEvict(Policy):
         codes = (history - full * costs.full_unit) // costs.code_unit if self.q else 0
         local = (protected - protected_units(self.window, self.step, 0)) * self.window
         return Layout(
-            self.window, self.step, sink, local, protected, full, codes,
+            self.window, self.step, self.sink, local, protected, full, codes,
             budget.resolve(g, prompt, seen), costs.total(g, protected + full, codes),
         )  # fmt: skip
 

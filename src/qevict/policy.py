@@ -45,7 +45,7 @@ class Policy:
         slot_positions: sinks are seen at their slot in the cache instead of their true position (StreamingLLM).
     """
 
-    window = 16
+    window = 8
     per_head = False
     scored = False
     prompt_queries = 0

@@ -19,7 +19,7 @@ from qevict.policy import CODED, EVICTED, FULL, Policy, select
 from qevict.store.pool import EMPTY, Pool, ledger, pair
 
 BLOCK_TOKENS = 512  # tokens decoded or widened to fp32 at a time
-GROWTH = 16  # tokens by which a cache without a limit grows
+GROWTH = 8  # tokens by which a cache without a limit grows
 
 
 class Arena:
@@ -43,16 +43,17 @@ class Arena:
         pad = (~real).sum(-1)
         self.lengths = [self.prompt - p for p in pad.tolist()]  # prompt tokens of each sequence
         self._plan()
-        sink = torch.tensor([min(lay.sink, n) for lay, n in zip(self.layouts, self.lengths, strict=True)], device=self.device)
+        sinks = self._most("sink")  # the same for all sequences
+        self.sinks_end = int(pad.max()) + sinks  # first column that is a sink of no sequence
         # int64 [4, B]: first column after the sinks, position - column, padding, tokens evicted behind the sinks
-        self.rows = torch.stack((pad + sink, shift, pad, torch.zeros_like(pad)))
+        self.rows = torch.stack((pad + sinks, shift, pad, torch.zeros_like(pad)))
         g, heads = geometry, (geometry.layers, self.batch, geometry.kv_heads)
         groups, scored = policy.groups(g), {"score": (torch.float32, 0.0)} if policy.scored else {}
         linked = {"link": (torch.int32, EMPTY)} if policy.linked else {}
         dense = dict.fromkeys(("k", "v"), ((policy.window, g.head_dim), g.dtype))
         self.full = Pool(heads, groups, self._most("dense"), dense, scored | linked, self.device)
         self.coded = Pool(heads, groups, self._most("codes"), self.codec.spec(), scored, self.device) if self.codec else None
-        self.sink = torch.zeros(2, *heads, int(sink.max()), g.head_dim, dtype=g.dtype, device=self.device)
+        self.sink = torch.zeros(2, *heads, sinks, g.head_dim, dtype=g.dtype, device=self.device)
         self.write = torch.zeros(*heads, dtype=torch.int64, device=self.device)  # flat slot that new tokens go to
         self.event_rows: list[int] = []  # sequences whose scores await `carry`
 
@@ -86,12 +87,21 @@ class Arena:
         dues = [d for d in self.due if d is not None]
         return min(dues) if dues else None
 
+    def _resize(self, pool: Pool, slots: int) -> None:
+        open_slot = self.write % self.full.slots
+        pool.resize(slots)
+        self.write = self.full._first() + open_slot  # flat addresses depend on the number of slots
+
     # -- positions ----------------------------------------------------------------------------------------------------
 
     def columns(self, unit: Tensor) -> Tensor:
         """``[..., window]`` columns of units ``[...]``."""
         offsets = torch.arange(self.policy.window, device=self.device)
         return self.origin + unit.long().unsqueeze(-1) * self.policy.window + offsets
+
+    def _sink_columns(self) -> Tensor:
+        """``[B, sinks]`` columns of the sinks, some perhaps still to come."""
+        return self.rows[2].unsqueeze(-1) + torch.arange(self.sink.shape[-2], device=self.device)
 
     def _held(self, unit: Tensor) -> Tensor:
         """``[B, G, n * window]`` True for tokens that units ``[B, G, n]`` really hold (neither empty, sink, pad nor future)."""
@@ -105,9 +115,8 @@ class Arena:
         """Store one layer's prompt. k, v ``[B, H, T, d]`` after RoPE; scores ``[B, G, T]``, None if units carry none."""
         window, batch, groups = self.policy.window, self.batch, self.full.groups
         units = -(-self.prompt // window)
-        sinks = self.sink.shape[-2]
-        if sinks:
-            column = (self.rows[0].unsqueeze(-1) - sinks + torch.arange(sinks, device=self.device)).clamp_min(0)
+        if self.sink.shape[-2]:
+            column = self._sink_columns().clamp_max(self.prompt - 1)
             take = column[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[-1])
             self.sink[:, layer] = torch.stack((k.gather(2, take), v.gather(2, take))).to(self.sink.dtype)
         unit = torch.arange(units, dtype=torch.int32, device=self.device).expand(batch, groups, units)
@@ -167,7 +176,8 @@ class Arena:
 
     def _encode(self, k: Tensor, v: Tensor, b: Tensor, unit: Tensor) -> dict[str, Tensor]:
         """Codes of units ``[n, heads]``: k after RoPE and v, ``[n, heads, window, d]``."""
-        plain = self.rope.turn(k, self.columns(unit) + self.rows[1][b].unsqueeze(-1), -1)
+        column = torch.maximum(self.columns(unit), self.rows[0][b].unsqueeze(-1))  # as in _gather
+        plain = self.rope.turn(k, column + self.rows[1][b].unsqueeze(-1), -1)
         data = self.codec.encode(plain.flatten(0, 1), v.flatten(0, 1))
         return {name: value.unflatten(0, k.shape[:2]) for name, value in data.items()}
 
@@ -177,7 +187,7 @@ class Arena:
         """Before a token that begins a unit: choose the free slot of every head that the unit goes to."""
         unit = self.full.grid("unit")
         if self.next_due is None and not bool((unit[0] == EMPTY).any(-1).all()):  # only a cache without a limit can fill up
-            self.full.resize(self.full.slots + max(1, GROWTH // self.policy.window))
+            self._resize(self.full, self.full.slots + max(1, GROWTH // self.policy.window))
             unit = self.full.grid("unit")
         slot = (unit == EMPTY).to(torch.uint8).argmax(-1)
         unit.scatter_(-1, slot.unsqueeze(-1), (self.seen - self.origin) // self.policy.window)
@@ -197,6 +207,12 @@ class Arena:
         for name, new in (("k", k), ("v", v)):
             flat = self.full.payload[name]
             flat[slot, offset : offset + n] = new.flatten(0, -3).to(flat.dtype)
+        if self.seen - n < self.sinks_end:  # a prompt shorter than the sinks: the first generated tokens are sinks too
+            new = torch.stack((k, v)).to(self.sink.dtype)
+            for row, start in enumerate((self.seen - n - self.rows[2]).tolist()):
+                count = min(n, self.sink.shape[-2] - start)
+                if count > 0:
+                    self.sink[:, layers][..., row, :, start : start + count, :] = new[..., row, :, :count, :]
 
     def extend(self, k: Tensor, v: Tensor, own_mass: Tensor | None) -> None:
         """Store a new turn, piece by piece, with the routing events that fall into it.
@@ -224,8 +240,7 @@ class Arena:
         window, heads = self.policy.window, self.geometry.kv_heads
         if self.sink.shape[-2]:
             count = self.sink.shape[-2]
-            column = self.rows[0].unsqueeze(-1) - count + torch.arange(count, device=self.device)
-            visible = column >= self.rows[2].unsqueeze(-1)
+            visible = self._sink_columns() < self.seen
             turned = None
             if self.policy.slot_positions:
                 turned = self.rope.turn(q, self.rows[3][:, None, None].expand(-1, 1, q.shape[2]), -1)
@@ -281,7 +296,7 @@ class Arena:
         self._plan()
         for pool, name in ((self.full, "dense"), (self.coded, "codes")):
             if pool is not None and self._most(name) > pool.slots:
-                pool.resize(self._most(name))
+                self._resize(pool, self._most(name))
         for r in rows:
             self.due[r] = self.seen + self.layouts[r].interval
         index = torch.tensor(rows, device=self.device)
@@ -314,7 +329,8 @@ class Arena:
         if self.policy.slot_positions:
             unit = self.full.grid("unit")[0, :, 0]
             oldest = torch.where(unit < 0, torch.iinfo(unit.dtype).max, unit).amin(-1)
-            self.rows[3] = self.columns(oldest)[:, 0].clamp_min(self.rows[0]) - self.rows[0]
+            column = self.columns(oldest)[:, 0].clamp_max(self.seen)
+            self.rows[3] = (column - self.rows[0]).clamp_min(0)
 
     def _move(self, rows: Tensor, candidate: Tensor, tier: Tensor, n: int) -> None:
         """Carry out a plan: free, encode on first demotion, decode on promotion. Units that keep their tier do not move."""

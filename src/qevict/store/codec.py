@@ -92,7 +92,7 @@ class WindowCodec:
                 raise ValueError(f"{name}={bits} needs a head dimension that is a multiple of {runs}, got {self.head_dim}")
         if self.meta not in META_DTYPES:
             raise ValueError(f"meta={self.meta}: choose one of {sorted(META_DTYPES)}")
-        if self.head_dim % self.group:
+        if self.value_group is not None and (self.value_group < 1 or self.head_dim % self.value_group):
             raise ValueError(f"value_group={self.value_group} does not divide the head dimension {self.head_dim}")
 
     @property
@@ -143,10 +143,11 @@ class WindowCodec:
         """8-bit metadata. Returns the decoded (scale, zero) pairs and the stored tensors."""
         stored, decoded, supers = {}, [], []
         for name, (scale, zero) in (("k", k_meta), ("v", v_meta)):
-            top = scale.amax((-2, -1)).div(255).half()
+            limit = torch.finfo(torch.float16).max
+            top = scale.amax((-2, -1)).div(255).clamp_max(limit).half()
             low, high = zero.amin((-2, -1)), zero.amax((-2, -1))
-            origin = low.half()
-            step = (high - origin.float()).clamp_min(0).div(255).half()
+            origin = low.clamp(-limit, limit).half()
+            step = (high - origin.float()).clamp_min(0).div(255).clamp_max(limit).half()
             wide = [s.float()[:, None, None] for s in (top, origin, step)]
             stored[f"{name}_scale"] = _quantize(scale, wide[0], torch.zeros_like(wide[0]), 8)
             stored[f"{name}_zero"] = _quantize(zero, wide[2], wide[1], 8)
