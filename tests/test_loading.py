@@ -29,7 +29,10 @@ def test_the_embedded_model_is_converted_once_and_says_where_it_comes_from():
     assert model.config.num_hidden_layers == 30 and model.dtype == torch.float32
     tokenizer = load_tokenizer(EMBEDDED)
     prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is the capital of France?"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
     )
     out = model.generate(**prompt, max_new_tokens=12, do_sample=False)
     assert "Paris" in tokenizer.decode(out[0, prompt["input_ids"].shape[1] :])

@@ -132,13 +132,17 @@ class TierCache(Cache):
         if index == 0:
             if kwargs.get("dropout"):
                 raise ValueError("the cache is for inference: call model.eval() first")
-            self._begin(n, k, mask, positions)
+            try:
+                self._begin(n, k, mask, positions)
+            except ValueError:  # refused: the cache is as it was before the call
+                self.layers[0].seen -= n
+                raise
         if self._in_prompt:
             out = self._prompt(index, module, q, k, v, mask, scaling, **kwargs)
         elif n == 1:
             out = self._decode(index, q, k, v, scaling)
         else:
-            out = self._chunk(index, q, k, v, mask, scaling)
+            out = self._chunk(index, q, k, v, scaling)
         if last:
             self._end()
         return out.transpose(1, 2).contiguous()
@@ -161,6 +165,10 @@ class TierCache(Cache):
                     "the prompt is complete, which differs from compressing the prompt; send the prompt in one call, or, "
                     "if this is a new turn, call cache.new_turn() before it"
                 )
+            if mask is not None and not bool(_allowed(mask)[:, 0, -1, -n:].all()):
+                raise ValueError(
+                    "padding inside a later turn is not supported: send turns of equal length, or one sequence at a time"
+                )
             self.turn_open = False
 
     def _prompt(self, index, module, q, k, v, mask, scaling, **kwargs) -> Tensor:
@@ -181,11 +189,9 @@ class TierCache(Cache):
             arena.collect(index, mass)
         return out
 
-    def _chunk(self, index, q, k, v, mask, scaling) -> Tensor:
+    def _chunk(self, index, q, k, v, scaling) -> Tensor:
         """Several tokens on a store that is not empty: a new turn. Its tokens are stored when all layers have seen them."""
         arena, n = self.arena, q.shape[-2]
-        if mask is not None and not bool(_allowed(mask)[:, 0, -1, -n:].all()):
-            raise ValueError("padding inside a later turn is not supported: send turns of equal length, or one sequence at a time")
         causal = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()[None, None]
         blocks = [*arena.blocks(index, q), Block(k, v, causal, 1)]
         queries = self.policy.prompt_queries if self.policy.scored else 0

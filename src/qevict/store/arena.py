@@ -15,8 +15,9 @@ from torch import Tensor
 from qevict.budget import Budget, Geometry, Layout
 from qevict.engine.reference import Block
 from qevict.hf.rope import Rope
-from qevict.policy import CODED, EVICTED, FULL, Policy, select
-from qevict.store.pool import EMPTY, Pool, ledger, pair
+from qevict.policy import CODED, FULL, Policy, select
+from qevict.store.pool import EMPTY, Pool, pair
+from qevict.store.routing import route
 
 BLOCK_TOKENS = 512  # tokens decoded or widened to fp32 at a time
 GROWTH = 8  # tokens by which a cache without a limit grows
@@ -76,7 +77,7 @@ class Arena:
     def _most(self, name: str) -> int:
         return max(getattr(lay, name) for lay in self.layouts)
 
-    def _limits(self, rows: list[int], name: str) -> Tensor:
+    def limits(self, rows: list[int], name: str) -> Tensor:
         """A field of the sequences' layouts as ``[1, rows, 1, 1]``."""
         values = [getattr(self.layouts[r], name) for r in rows]
         return torch.tensor(values, device=self.device).view(1, -1, 1, 1)
@@ -127,14 +128,14 @@ class Arena:
             padded = torch.nn.functional.pad(scores.float(), (units * window - self.prompt, 0)).unflatten(-1, (units, window))
             unit_score = (padded * held).sum(-1)
         everyone = list(range(batch))
-        candidate = exists & self._aged(unit.unsqueeze(0), everyone)[0]
+        candidate = exists & self.aged(unit.unsqueeze(0), everyone)[0]
         tier = select(
             unit_score,
             unit,
             candidate,
             torch.zeros_like(candidate),
-            self._limits(everyone, "full")[0],
-            self._limits(everyone, "codes")[0],
+            self.limits(everyone, "full")[0],
+            self.limits(everyone, "codes")[0],
             self.policy.promotion,
         )
         in_full = exists & (~candidate | (tier == FULL))
@@ -143,7 +144,7 @@ class Arena:
             in_code = candidate & (tier == CODED)
 
             def codes(b, h, u):
-                return self._encode(*self._gather(k, v, b, h, u).values(), b, u)
+                return self.encode(*self._gather(k, v, b, h, u).values(), b, u)
 
             self._place(self.coded, layer, in_code, unit, unit_score, codes)
 
@@ -174,7 +175,7 @@ class Arena:
         index = (b.unsqueeze(-1), h.unsqueeze(-1), column)
         return {"k": k[index], "v": v[index]}
 
-    def _encode(self, k: Tensor, v: Tensor, b: Tensor, unit: Tensor) -> dict[str, Tensor]:
+    def encode(self, k: Tensor, v: Tensor, b: Tensor, unit: Tensor) -> dict[str, Tensor]:
         """Codes of units ``[n, heads]``: k after RoPE and v, ``[n, heads, window, d]``."""
         column = torch.maximum(self.columns(unit), self.rows[0][b].unsqueeze(-1))  # as in _gather
         plain = self.rope.turn(k, column + self.rows[1][b].unsqueeze(-1), -1)
@@ -283,13 +284,13 @@ class Arena:
 
     # -- routing ------------------------------------------------------------------------------------------------------
 
-    def _aged(self, unit: Tensor, rows: list[int]) -> Tensor:
+    def aged(self, unit: Tensor, rows: list[int]) -> Tensor:
         """Which units ``[L, rows, G, n]`` are complete and older than the local region."""
         end = self.origin + (unit.long() + 1) * self.policy.window
-        return (unit >= 0) & (end <= self.seen - self._limits(rows, "local"))
+        return (unit >= 0) & (end <= self.seen - self.limits(rows, "local"))
 
     def route(self) -> bool:
-        """The routing event of all sequences that are due, for all layers at once. Returns whether there was one."""
+        """Hold the routing event of all sequences that are due. Returns whether there was one."""
         rows = [r for r, due in enumerate(self.due) if due is not None and due <= self.seen]
         if not rows:
             return False
@@ -299,27 +300,7 @@ class Arena:
                 self._resize(pool, self._most(name))
         for r in rows:
             self.due[r] = self.seen + self.layouts[r].interval
-        index = torch.tensor(rows, device=self.device)
-        pools = [p for p in (self.full, self.coded) if p is not None]
-        unit = torch.cat([p.grid("unit")[:, index] for p in pools], -1)
-        zero = torch.zeros((), device=self.device)
-        score = torch.cat([p.grid("score")[:, index] for p in pools], -1) if self.policy.scored else zero.expand(unit.shape)
-        n = self.full.slots
-        coded = torch.zeros_like(unit, dtype=torch.bool)
-        coded[..., n:] = True
-        if self.policy.linked:
-            coded[..., :n] = self.full.grid("link")[:, index] >= 0
-        candidate = self._aged(unit, rows)
-        tier = select(
-            self.policy.priority(score, unit),
-            unit,
-            candidate,
-            coded,
-            self._limits(rows, "full"),
-            self._limits(rows, "codes"),
-            self.policy.promotion,
-        )
-        self._move(index, candidate, tier, n)
+        route(self, rows)
         self.event_rows = sorted({*self.event_rows, *rows})
         self.count_evicted()
         return True
@@ -331,76 +312,6 @@ class Arena:
             oldest = torch.where(unit < 0, torch.iinfo(unit.dtype).max, unit).amin(-1)
             column = self.columns(oldest)[:, 0].clamp_max(self.seen)
             self.rows[3] = (column - self.rows[0]).clamp_min(0)
-
-    def _move(self, rows: Tensor, candidate: Tensor, tier: Tensor, n: int) -> None:
-        """Carry out a plan: free, encode on first demotion, decode on promotion. Units that keep their tier do not move."""
-        drop, demote = candidate & (tier == EVICTED), candidate & (tier == CODED)
-        unit = self.full.grid("unit")
-        if self.coded is None:
-            part = unit[:, rows]
-            part[drop] = EMPTY
-            unit[:, rows] = part
-            self.full.put("unit", unit)
-            return
-        code_unit, link = self.coded.grid("unit"), self.full.grid("link")
-        score, code_score = self.full.grid("score"), self.coded.grid("score")
-
-        def at(mask: Tensor):
-            layer, row, group, slot = mask.nonzero(as_tuple=True)
-            return layer, rows[row], group, slot
-
-        # evicted: both copies are freed
-        gone = at(drop[..., n:])
-        code_unit[gone] = EMPTY
-        gone = at(drop[..., :n])
-        owned = link[gone] >= 0
-        code_unit[(*(x[owned] for x in gone[:3]), link[gone][owned].long())] = EMPTY
-        unit[gone] = EMPTY
-        link[gone] = EMPTY
-        # demoted again: the ledger's code becomes the one that is read
-        back = at(demote[..., :n] & (link[:, rows] >= 0))
-        slot = (*back[:3], link[back].long())
-        code_unit[slot], code_score[slot] = unit[back], score[back]
-        unit[back] = EMPTY
-        link[back] = EMPTY
-        # demoted for the first time: encoded, written once
-        source, target = self._match(demote[..., :n] & (unit[:, rows] >= 0), code_unit, rows)
-        if len(source[0]):
-            ids = unit[source]
-            index = self.full.index(*source)
-            per = index.shape[-1]
-            k, v = self.full.payload["k"][index], self.full.payload["v"][index]
-            data = self._encode(k, v, source[1].unsqueeze(-1).expand(-1, per), ids.unsqueeze(-1).expand(-1, per))
-            index = self.coded.index(*target)
-            for name, value in data.items():
-                self.coded.payload[name][index] = value
-            code_unit[target], code_score[target] = ids, score[source]
-            unit[source] = EMPTY
-        # promoted: the same approximation at full precision, its code stays in the ledger
-        source, target = self._match(candidate[..., n:] & (tier[..., n:] == FULL), unit, rows)
-        if len(source[0]):
-            ids = code_unit[source]
-            index = self.coded.index(*source)
-            data = {name: flat[index] for name, flat in self.coded.payload.items()}
-            position = self.columns(ids) + self.rows[1][source[1]].unsqueeze(-1)
-            k = self.rope.turn(self.codec.decode_keys(data), position.unsqueeze(1))
-            index = self.full.index(*target)
-            self.full.payload["k"][index] = k.to(self.geometry.dtype)
-            self.full.payload["v"][index] = self.codec.decode_values(data).to(self.geometry.dtype)
-            unit[target], score[target], link[target] = ids, code_score[source], source[3].to(link.dtype)
-            code_unit[source] = ledger(ids)
-        for pool, name, grid in (
-            (self.full, "unit", unit), (self.full, "score", score), (self.full, "link", link),
-            (self.coded, "unit", code_unit), (self.coded, "score", code_score),
-        ):  # fmt: skip
-            pool.put(name, grid)
-
-    def _match(self, items: Tensor, free_unit: Tensor, rows: Tensor):
-        """Pair units to move (mask ``[L, rows, G, n]``) with free slots of the other pool: two (layer, row, group, slot)."""
-        shape = items.shape
-        r, item, slot = pair(items.flatten(0, 2), (free_unit[:, rows] == EMPTY).flatten(0, 2))
-        layer, row, group = r // (shape[1] * shape[2]), rows[r // shape[2] % shape[1]], r % shape[2]
-        return (layer, row, group, item), (layer, row, group, slot)
 
     def carry(self) -> None:
         """After an event: let the scores fade as the method says."""

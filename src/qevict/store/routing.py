@@ -1,0 +1,119 @@
+"""The routing event: one selection for all layers at once, then only the units that change tier move."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from qevict.policy import CODED, EVICTED, FULL, select
+from qevict.store.pool import EMPTY, ledger, pair
+
+if TYPE_CHECKING:
+    from qevict.store.arena import Arena
+
+Place = tuple[Tensor, Tensor, Tensor, Tensor]  # layer, row, group, slot: equally long index tensors
+
+
+def route(arena: Arena, rows: list[int]) -> None:
+    """Rank the candidates of the sequences ``rows`` and carry the result out in place."""
+    policy, index = arena.policy, torch.tensor(rows, device=arena.device)
+    pools = [p for p in (arena.full, arena.coded) if p is not None]
+    unit = torch.cat([p.grid("unit")[:, index] for p in pools], -1)
+    if policy.scored:
+        score = torch.cat([p.grid("score")[:, index] for p in pools], -1)
+    else:
+        score = torch.zeros((), device=arena.device).expand(unit.shape)
+    n = arena.full.slots
+    coded = torch.zeros_like(unit, dtype=torch.bool)
+    coded[..., n:] = True
+    if policy.linked:
+        coded[..., :n] = arena.full.grid("link")[:, index] >= 0
+    candidate = arena.aged(unit, rows)
+    tier = select(
+        policy.priority(score, unit),
+        unit,
+        candidate,
+        coded,
+        arena.limits(rows, "full"),
+        arena.limits(rows, "codes"),
+        policy.promotion,
+    )
+    drop, demote, promote = (candidate & (tier == t) for t in (EVICTED, CODED, FULL))
+    if arena.coded is None:
+        grid = arena.full.grid("unit")
+        part = grid[:, index]
+        part[drop] = EMPTY
+        grid[:, index] = part
+        arena.full.put("unit", grid)
+    else:
+        _move(arena, index, drop, demote[..., :n], promote[..., n:])
+
+
+def _move(arena: Arena, rows: Tensor, drop: Tensor, demote: Tensor, promote: Tensor) -> None:
+    """Free, encode on first demotion, decode on promotion.
+
+    Masks ``[L, rows, G, slots]``: ``drop`` over the slots of both pools, ``demote`` over the full ones, ``promote`` over the coded.
+    """
+    n, unit = arena.full.slots, arena.full.grid("unit")
+    code_unit, link = arena.coded.grid("unit"), arena.full.grid("link")
+    score, code_score = arena.full.grid("score"), arena.coded.grid("score")
+
+    def at(mask: Tensor) -> Place:
+        layer, row, group, slot = mask.nonzero(as_tuple=True)
+        return layer, rows[row], group, slot
+
+    # evicted: both copies are freed
+    gone = at(drop[..., n:])
+    code_unit[gone] = EMPTY
+    gone = at(drop[..., :n])
+    owned = link[gone] >= 0
+    code_unit[(*(x[owned] for x in gone[:3]), link[gone][owned].long())] = EMPTY
+    unit[gone] = EMPTY
+    link[gone] = EMPTY
+    # demoted again: the ledger's code becomes the one that is read
+    back = at(demote & (link[:, rows] >= 0))
+    slot = (*back[:3], link[back].long())
+    code_unit[slot], code_score[slot] = unit[back], score[back]
+    unit[back] = EMPTY
+    link[back] = EMPTY
+    # demoted for the first time: encoded, written once
+    source, target = _match(demote & (unit[:, rows] >= 0), code_unit, rows)
+    if len(source[0]):
+        ids = unit[source]
+        index = arena.full.index(*source)
+        per = index.shape[-1]
+        k, v = arena.full.payload["k"][index], arena.full.payload["v"][index]
+        data = arena.encode(k, v, source[1].unsqueeze(-1).expand(-1, per), ids.unsqueeze(-1).expand(-1, per))
+        index = arena.coded.index(*target)
+        for name, value in data.items():
+            arena.coded.payload[name][index] = value
+        code_unit[target], code_score[target] = ids, score[source]
+        unit[source] = EMPTY
+    # promoted: the same approximation at full precision, its code stays in the ledger
+    source, target = _match(promote, unit, rows)
+    if len(source[0]):
+        ids = code_unit[source]
+        index = arena.coded.index(*source)
+        data = {name: flat[index] for name, flat in arena.coded.payload.items()}
+        position = arena.columns(ids) + arena.rows[1][source[1]].unsqueeze(-1)
+        k = arena.rope.turn(arena.codec.decode_keys(data), position.unsqueeze(1))
+        index = arena.full.index(*target)
+        arena.full.payload["k"][index] = k.to(arena.geometry.dtype)
+        arena.full.payload["v"][index] = arena.codec.decode_values(data).to(arena.geometry.dtype)
+        unit[target], score[target], link[target] = ids, code_score[source], source[3].to(link.dtype)
+        code_unit[source] = ledger(ids)
+    for pool, name, grid in (
+        (arena.full, "unit", unit), (arena.full, "score", score), (arena.full, "link", link),
+        (arena.coded, "unit", code_unit), (arena.coded, "score", code_score),
+    ):  # fmt: skip
+        pool.put(name, grid)
+
+
+def _match(items: Tensor, free_unit: Tensor, rows: Tensor) -> tuple[Place, Place]:
+    """Pair units to move (mask ``[L, rows, G, n]``) with free slots of the other pool: source and target."""
+    shape = items.shape
+    r, item, slot = pair(items.flatten(0, 2), (free_unit[:, rows] == EMPTY).flatten(0, 2))
+    layer, row, group = r // (shape[1] * shape[2]), rows[r // shape[2] % shape[1]], r % shape[2]
+    return (layer, row, group, item), (layer, row, group, slot)
