@@ -6,7 +6,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from conftest import tiny
-
 from evals.meters import PeakTensors, workspace
 
 MIB = 1024 * 1024
