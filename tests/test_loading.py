@@ -1,6 +1,7 @@
 """The embedded model, its tokenizer, and the refusals of the loader."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def test_the_embedded_tokenizer_splits_text_as_the_model_learnt_it():
 def test_the_embedded_model_is_converted_once_and_says_where_it_comes_from():
     path, source = resolve(EMBEDDED)
     assert source.kind == "packaged gguf" and source.sha == GGUF_SHA256
-    note = json.loads(open(f"{path}/source.json").read())
+    note = json.loads(Path(path, "source.json").read_text())
     assert note["sha256"] == GGUF_SHA256
     model, _ = load_model(EMBEDDED, device="cpu")
     assert model.config.num_hidden_layers == 30 and model.dtype == torch.float32
