@@ -77,7 +77,7 @@ class SnapKV(Policy):
             mass[..., :prefix] = self.pool(mass[..., :prefix])
         return mass
 
-    def priority(self, score: Tensor, unit: Tensor) -> Tensor:
+    def refresh(self, score: Tensor, unit: Tensor) -> Tensor:
         """Pooled along the stored tokens in the order of their positions (slots are in no order)."""
         order = unit.argsort(dim=-1, stable=True)
         score = score.masked_fill(unit < 0, 0)  # what a free slot last held

@@ -82,6 +82,8 @@ def measure(cache: TierCache) -> dict[str, int]:
             out[part] = sum(p[part] for p in pools)
         out["full"] += _size(arena.sink)
         out["ids"] += _size(arena.write) + _size(arena.rows)
+        if arena.full.ragged is not None:
+            out["ids"] += _size(arena.full.ragged)
     out["tables"] = _size(cache.rope.inv_freq)
     out["other"] = everything - sum(out.values())
     return out | {"total": everything}

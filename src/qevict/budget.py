@@ -18,6 +18,7 @@ ID_BYTES = 4  # int32 unit id (gives the positions)
 SCORE_BYTES = 4  # float32 accumulated score
 LINK_BYTES = 4  # int32 slot of a full window's code in the write-once ledger
 WRITE_BYTES = 8  # int64 index of the unit that new tokens go to, per layer, row and KV head
+SHARE_BYTES = 4  # int32 number of slots of a KV head, where heads differ
 ROW_BYTES = 32  # int64 first column, position shift, padding and evicted count of a sequence
 
 
@@ -131,10 +132,21 @@ class Costs:
     code_unit: int
 
     @classmethod
-    def of(cls, g: Geometry, *, window: int, groups: int, sink: int, scored: bool, codec: WindowCodec | None, linked: bool):
+    def of(
+        cls,
+        g: Geometry,
+        *,
+        window: int,
+        groups: int,
+        sink: int,
+        scored: bool,
+        codec: WindowCodec | None,
+        linked: bool,
+        adaptive: bool,
+    ):
         record = ID_BYTES + (SCORE_BYTES if scored else 0)
         return cls(
-            fixed=sink * g.token_bytes + g.kv_heads * WRITE_BYTES,
+            fixed=sink * g.token_bytes + g.kv_heads * (WRITE_BYTES + (SHARE_BYTES if adaptive else 0)),
             full_unit=window * g.token_bytes + groups * (record + (LINK_BYTES if linked else 0)),
             code_unit=g.kv_heads * codec.unit_bytes() + groups * record if codec else 0,
         )

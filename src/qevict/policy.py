@@ -1,10 +1,11 @@
 """The contract of a method: score x allocation x storage.
 
-A method is a frozen dataclass of hyper-parameters that answers four questions and touches neither model nor cache:
+A method is a frozen dataclass of hyper-parameters that answers these questions and touches neither model nor cache:
 
 * ``layout``: how do bytes become slots (storage and allocation)?
 * ``prompt_scores``: how important is each prompt token (score)?
-* ``priority``: how are units ranked at a routing event, given what they have collected (score)?
+* ``allocate``: how do the heads of a layer share its slots (allocation)?
+* ``refresh`` and ``rank``: how are units ranked, at the end of the prompt and at a routing event (score)?
 * ``carry``: what remains of a unit's score after an event?
 
 Axis letters: B sequences, H KV heads, G groups that choose alike (1: the whole layer, H: each KV head), T tokens,
@@ -37,6 +38,8 @@ class Policy:
     Attributes:
         window: tokens per unit.
         per_head: each KV head chooses for itself (G = H) instead of the whole layer (G = 1).
+        adaptive: the heads of a layer share its full-precision slots as ``allocate`` says (needs ``per_head`` and window 1).
+        weighs_values: ``rank`` wants the norm of each unit's projected values.
         scored: units carry a score, which costs 4 bytes each.
         prompt_queries: how many of the last prompt queries ``prompt_scores`` reads; ``None`` means all of them.
         mass_every_step: attention mass is collected at every decode step (else only at the step of a routing event).
@@ -47,6 +50,8 @@ class Policy:
 
     window = 8
     per_head = False
+    adaptive = False
+    weighs_values = False
     scored = False
     prompt_queries = 0
     mass_every_step = True
@@ -74,6 +79,7 @@ class Policy:
             scored=self.scored,
             codec=self.codec(g),
             linked=self.linked,
+            adaptive=self.adaptive,
         )
 
     def layout(self, g: Geometry, budget: Budget, prompt: int, seen: int) -> Layout:
@@ -94,8 +100,18 @@ class Policy:
         """``[B, G, T]`` importance of the prompt's tokens (higher is better). Called only if ``scored``."""
         raise NotImplementedError
 
-    def priority(self, score: Tensor, unit: Tensor) -> Tensor:
-        """Rank of units from ``score`` and ids ``unit`` (both ``[..., U]``, -1 where a slot is empty). Ties: the newer wins."""
+    def refresh(self, score: Tensor, unit: Tensor) -> Tensor:
+        """At a routing event, before ranking: what units have collected, as the prompt's scores were made (smoothing).
+        ``unit`` holds ids, negative where a slot is free. Both ``[..., U]``."""
+        return score
+
+    def allocate(self, score: Tensor, candidate: Tensor, full: Tensor) -> Tensor:
+        """For ``adaptive``: full units of each head, ``[..., H, 1]`` integers that sum to ``H * full`` (``full [..., 1, 1]``)."""
+        raise NotImplementedError
+
+    def rank(self, score: Tensor, candidate: Tensor, full: Tensor, norm: Tensor | None) -> Tensor:
+        """Priority of candidates, higher is better. All ``[..., G, U]``; ``full [..., G or 1, 1]`` is how many stay in full;
+        ``norm`` is the mean projected value norm of each unit, if ``weighs_values``."""
         return score
 
     def carry(self, score: Tensor, interval: int) -> Tensor:

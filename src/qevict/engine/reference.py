@@ -90,7 +90,22 @@ def causal_attention_mass(q: Tensor, k: Tensor, real: Tensor, scaling: float, la
         part = q[:, :, lo:hi].float().view(batch, kv_heads, heads // kv_heads, hi - lo, dim)
         visible = (columns <= columns[lo:hi, None]) & real[:, None, :]
         logits = (part @ keys * scaling).masked_fill(~visible[:, None, None], float("-inf"))
-        weights = logits.softmax(-1).nan_to_num_()  # rows of padding see nothing
-        weights *= real[:, None, None, lo:hi, None]
+        weights = logits.softmax(-1).nan_to_num_()  # a query that is padding sees nothing
         mass += weights.sum(-2).mean(2)
     return mass
+
+
+def projected_norm(v: Tensor, module: torch.nn.Module) -> Tensor:
+    """How much a token's value can move the layer's output: L1 norm of the value times the output projection of each query
+    head, mean over a KV head's query group.
+
+    v ``[B, H, t, d]``; ``module.o_proj`` maps ``[H_q * d]`` to the hidden size.
+
+    Returns:
+        ``[B, H, t]`` fp32.
+    """
+    heads, dim = v.shape[1], v.shape[-1]
+    weight = module.o_proj.weight.float().unflatten(1, (heads, -1, dim))  # [hidden, H, group, d]
+    v = v.float()
+    norms = [torch.einsum("bhtd,chd->bhtc", v, weight[:, :, j]).abs().sum(-1) for j in range(weight.shape[2])]
+    return torch.stack(norms).mean(0)

@@ -177,7 +177,7 @@ class TierCache(Cache):
         if self.policy.scored:
             real = torch.arange(arena.prompt, device=k.device) >= arena.rows[2].unsqueeze(-1)
             scores = self.policy.prompt_scores(PromptView(q, k, v, real, scaling, module))
-        arena.ingest(index, k, v, scores)
+        arena.ingest(index, k, v, scores, module)
         return out
 
     def _decode(self, index, q, k, v, scaling) -> Tensor:

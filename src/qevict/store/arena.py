@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qevict.budget import Budget, Geometry, Layout
-from qevict.engine.reference import Block
+from qevict.engine.reference import Block, projected_norm
 from qevict.hf.rope import Rope
 from qevict.policy import CODED, FULL, Policy, select
 from qevict.store.pool import EMPTY, Pool, pair
@@ -52,10 +52,14 @@ class Arena:
         groups, scored = policy.groups(g), {"score": (torch.float32, 0.0)} if policy.scored else {}
         linked = {"link": (torch.int32, EMPTY)} if policy.linked else {}
         dense = dict.fromkeys(("k", "v"), ((policy.window, g.head_dim), g.dtype))
-        self.full = Pool(heads, groups, self._most("dense"), dense, scored | linked, self.device)
+        slots = self._most("dense")
+        if policy.adaptive:
+            slots = self.limits(list(range(self.batch)), "dense").expand(*heads, 1)[..., 0]
+        self.full = Pool(heads, groups, slots, dense, scored | linked, self.device)
         self.coded = Pool(heads, groups, self._most("codes"), self.codec.spec(), scored, self.device) if self.codec else None
         self.sink = torch.zeros(2, *heads, sinks, g.head_dim, dtype=g.dtype, device=self.device)
         self.write = torch.zeros(*heads, dtype=torch.int64, device=self.device)  # flat slot that new tokens go to
+        self.modules: dict[int, torch.nn.Module] = {}
         self.event_rows: list[int] = []  # sequences whose scores await `carry`
 
     # -- limits -------------------------------------------------------------------------------------------------------
@@ -89,9 +93,12 @@ class Arena:
         return min(dues) if dues else None
 
     def _resize(self, pool: Pool, slots: int) -> None:
-        open_slot = self.write % self.full.slots
-        pool.resize(slots)
-        self.write = self.full._first() + open_slot  # flat addresses depend on the number of slots
+        open_slot = self.write - self.full.first()
+        if pool.ragged is None:
+            pool.resize(slots)
+        else:
+            pool.repartition(pool.ragged + (slots - pool.slots))
+        self.write = self.full.first() + open_slot  # flat addresses depend on the number of slots
 
     # -- positions ----------------------------------------------------------------------------------------------------
 
@@ -112,8 +119,10 @@ class Arena:
 
     # -- prompt -------------------------------------------------------------------------------------------------------
 
-    def ingest(self, layer: int, k: Tensor, v: Tensor, scores: Tensor | None) -> None:
-        """Store one layer's prompt. k, v ``[B, H, T, d]`` after RoPE; scores ``[B, G, T]``, None if units carry none."""
+    def ingest(self, layer: int, k: Tensor, v: Tensor, scores: Tensor | None, module: torch.nn.Module) -> None:
+        """Store one layer's prompt. k, v ``[B, H, T, d]`` after RoPE; scores ``[B, G, T]``, None if units carry none;
+        ``module`` is the attention module, for methods that weigh values by its output projection."""
+        self.modules[layer] = module
         window, batch, groups = self.policy.window, self.batch, self.full.groups
         units = -(-self.prompt // window)
         if self.sink.shape[-2]:
@@ -129,15 +138,16 @@ class Arena:
             unit_score = (padded * held).sum(-1)
         everyone = list(range(batch))
         candidate = exists & self.aged(unit.unsqueeze(0), everyone)[0]
-        tier = select(
-            unit_score,
-            unit,
-            candidate,
-            torch.zeros_like(candidate),
-            self.limits(everyone, "full")[0],
-            self.limits(everyone, "codes")[0],
-            self.policy.promotion,
-        )
+        full, codes = self.limits(everyone, "full")[0], self.limits(everyone, "codes")[0]
+        if self.policy.adaptive and self.next_due is not None:
+            full = self.policy.allocate(unit_score, candidate, full)
+            self.full.assign(layer, (full + self.limits(everyone, "protected")[0]).squeeze(-1))
+        norm = None
+        if self.policy.weighs_values:
+            padded = torch.nn.functional.pad(projected_norm(v, module), (units * window - self.prompt, 0))
+            norm = padded.unflatten(-1, (units, window)).mean(-1)
+        priority = self.policy.rank(unit_score, candidate, full, norm)
+        tier = select(priority, unit, candidate, torch.zeros_like(candidate), full, codes, self.policy.promotion)
         in_full = exists & (~candidate | (tier == FULL))
         self._place(self.full, layer, in_full, unit, unit_score, lambda b, h, u: self._gather(k, v, b, h, u))
         if self.coded is not None:
@@ -150,18 +160,18 @@ class Arena:
 
     def _place(self, pool: Pool, layer: int, chosen: Tensor, unit: Tensor, score: Tensor, payload) -> None:
         """Fill free slots of one layer with the chosen units ``[B, G, U]``."""
-        grid = pool.grid("unit")
-        row, item, slot = pair(chosen.flatten(0, 1), (grid[layer] == EMPTY).flatten(0, 1))
+        grid = pool.grid("unit", layer)
+        row, item, slot = pair(chosen.flatten(0, 1), (grid == EMPTY).flatten(0, 1))
         b, g = row // pool.groups, row % pool.groups
         layers = torch.full_like(b, layer)
         index = pool.index(layers, b, g, slot)  # [n, heads per group]
         ids = unit.flatten(0, 1)[row, item]
-        grid[layers, b, g, slot] = ids
-        pool.put("unit", grid)
+        grid[b, g, slot] = ids
+        pool.put("unit", grid, layer)
         if "score" in pool.record:
-            grid = pool.grid("score")
-            grid[layers, b, g, slot] = score.flatten(0, 1)[row, item]
-            pool.put("score", grid)
+            grid = pool.grid("score", layer)
+            grid[b, g, slot] = score.flatten(0, 1)[row, item]
+            pool.put("score", grid, layer)
         per = pool.kv_heads // pool.groups
         head = g.unsqueeze(-1) * per + torch.arange(per, device=self.device)
         data = payload(b.unsqueeze(-1).expand_as(head), head, ids.unsqueeze(-1).expand_as(head))
@@ -176,10 +186,13 @@ class Arena:
         return {"k": k[index], "v": v[index]}
 
     def encode(self, k: Tensor, v: Tensor, b: Tensor, unit: Tensor) -> dict[str, Tensor]:
-        """Codes of units ``[n, heads]``: k after RoPE and v, ``[n, heads, window, d]``."""
-        column = torch.maximum(self.columns(unit), self.rows[0][b].unsqueeze(-1))  # as in _gather
-        plain = self.rope.turn(k, column + self.rows[1][b].unsqueeze(-1), -1)
-        data = self.codec.encode(plain.flatten(0, 1), v.flatten(0, 1))
+        """Codes of units ``[n, heads]``: k after RoPE and v, ``[n, heads, window, d]``. As in :meth:`_gather`, the first real
+        token stands in for those before it."""
+        column = self.columns(unit)
+        real = torch.maximum(column, self.rows[0][b].unsqueeze(-1))
+        own = (real - column[..., :1]).clamp_max(self.policy.window - 1).unsqueeze(-1).expand_as(k)
+        plain = self.rope.turn(k.gather(2, own), real + self.rows[1][b].unsqueeze(-1), -1)
+        data = self.codec.encode(plain.flatten(0, 1), v.gather(2, own).flatten(0, 1))
         return {name: value.unflatten(0, k.shape[:2]) for name, value in data.items()}
 
     # -- decoding -----------------------------------------------------------------------------------------------------
@@ -249,7 +262,7 @@ class Arena:
         for pool in (self.full, self.coded):
             if pool is None:
                 continue
-            unit, step = pool.grid("unit")[layer], max(1, BLOCK_TOKENS // window)
+            unit, step = pool.grid("unit", layer), max(1, BLOCK_TOKENS // window)
             for lo in range(0, pool.slots, step):
                 hi = min(lo + step, pool.slots)
                 ids = unit[..., lo:hi]
@@ -276,10 +289,7 @@ class Arena:
             if not count:
                 continue
             new = torch.cat(pieces[start : start + count], -1)
-            grid = pool.grid("score")
-            grid[layer] += new.unflatten(1, (pool.groups, -1)).mean(2)
-            if pool.ragged is not None:
-                pool.put("score", grid)
+            pool.put("score", pool.grid("score", layer) + new.unflatten(1, (pool.groups, -1)).mean(2), layer)
             start += count
 
     # -- routing ------------------------------------------------------------------------------------------------------
@@ -296,7 +306,7 @@ class Arena:
             return False
         self._plan()
         for pool, name in ((self.full, "dense"), (self.coded, "codes")):
-            if pool is not None and self._most(name) > pool.slots:
+            if pool is not None and pool.ragged is None and self._most(name) > pool.slots:
                 self._resize(pool, self._most(name))
         for r in rows:
             self.due[r] = self.seen + self.layouts[r].interval
@@ -334,14 +344,13 @@ class Arena:
         """Keep the sequences ``rows`` (in that order, repeats allowed)."""
         rows = rows.to(self.device)
         order = rows.tolist()
+        slot = (self.write - self.full.first()).index_select(1, rows)  # a flat address depends on the sequence it is in
         self.full.select_rows(rows)
         if self.coded is not None:
             self.coded.select_rows(rows)
         self.sink = self.sink.index_select(2, rows)
-        # the open unit's slots are re-addressed: a slot index depends on the row it is in
-        slot = self.write.index_select(1, rows) % self.full.slots
         self.rows = self.rows[:, rows]
         self.lengths, self.layouts, self.due = ([x[r] for r in order] for x in (self.lengths, self.layouts, self.due))
         self.event_rows = [i for i, r in enumerate(order) if r in self.event_rows]
         self.batch = len(order)
-        self.write = self.full._first() + slot
+        self.write = self.full.first() + slot

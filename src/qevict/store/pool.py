@@ -35,7 +35,7 @@ class Pool:
     Args:
         heads: (layers, batch, kv_heads).
         groups: 1 (a slot's unit is the same for all heads of a layer) or kv_heads.
-        slots: slots per head, or ``[layers, batch, kv_heads]`` if heads differ (needs ``groups == kv_heads``).
+        slots: slots per head, or int32 ``[layers, batch, kv_heads]`` if heads differ (needs ``groups == kv_heads``).
         spec: payload of one slot of one head: name -> (shape, dtype).
         records: name -> (dtype, value of an empty slot) kept per slot and group, beside the unit id.
     """
@@ -44,7 +44,7 @@ class Pool:
         self.layers, self.batch, self.kv_heads = heads
         self.groups, self.spec, self.device = groups, dict(spec), device
         self.records = {"unit": (torch.int32, EMPTY), **records}
-        self.ragged = slots.to(device) if isinstance(slots, Tensor) else None
+        self.ragged = slots.to(device, torch.int32) if isinstance(slots, Tensor) else None
         self.slots = int(slots.max()) if isinstance(slots, Tensor) else slots
         if self.ragged is not None and groups != self.kv_heads:
             raise ValueError("heads can own different numbers of slots only if each chooses for itself")
@@ -55,12 +55,12 @@ class Pool:
 
     # -- addressing ---------------------------------------------------------------------------------------------------
 
-    def _first(self) -> Tensor:
+    def first(self) -> Tensor:
         """``[L, B, H]`` index of each head's first slot in the flat payload."""
         if self.ragged is None:
             count = self.layers * self.batch * self.kv_heads
             return (torch.arange(count, device=self.device) * self.slots).view(self.layers, self.batch, self.kv_heads)
-        flat = self.ragged.flatten()
+        flat = self.ragged.flatten().long()
         return (flat.cumsum(0) - flat).view_as(self.ragged)
 
     def index(self, layer: Tensor, row: Tensor, group: Tensor, slot: Tensor) -> Tensor:
@@ -70,30 +70,34 @@ class Pool:
         if self.ragged is None:
             first = ((layer * self.batch + row).unsqueeze(-1) * self.kv_heads + head) * self.slots
         else:
-            first = self._first()[layer.unsqueeze(-1), row.unsqueeze(-1), head]
+            first = self.first()[layer.unsqueeze(-1), row.unsqueeze(-1), head]
         return first + slot.unsqueeze(-1)
 
     def _padded(self, lo: int, hi: int, layers: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """For ragged pools: flat indices ``[l, B, H, hi-lo]`` of a range of slots, and which of them exist."""
         slot = torch.arange(lo, hi, device=self.device)
         exists = slot < self.ragged[layers].unsqueeze(-1)
-        return (self._first()[layers].unsqueeze(-1) + slot) * exists, exists
+        return (self.first()[layers].unsqueeze(-1) + slot) * exists, exists
 
-    def grid(self, name: str) -> Tensor:
-        """A record as ``[L, B, G, slots]``: a view if heads are alike, else a padded copy (write back with :meth:`put`)."""
+    def grid(self, name: str, layer: int | None = None) -> Tensor:
+        """A record as ``[L, B, G, slots]``, or of one layer: a view if heads are alike, else a padded copy (write back with
+        :meth:`put`)."""
         flat = self.record[name]
         if self.ragged is None:
-            return flat.view(self.layers, self.batch, self.groups, self.slots)
-        index, exists = self._padded(0, self.slots)
+            out = flat.view(self.layers, self.batch, self.groups, self.slots)
+            return out if layer is None else out[layer]
+        index, exists = self._padded(0, self.slots, slice(None) if layer is None else slice(layer, layer + 1))
         fill = ABSENT if name == "unit" else self.records[name][1]
-        return torch.where(exists, flat[index] if len(flat) else torch.zeros_like(index, dtype=flat.dtype), fill)
+        out = torch.where(exists, flat[index] if len(flat) else torch.zeros_like(index, dtype=flat.dtype), fill)
+        return out if layer is None else out[0]
 
-    def put(self, name: str, grid: Tensor) -> None:
-        """Write a whole record back from ``[L, B, G, slots]``."""
+    def put(self, name: str, grid: Tensor, layer: int | None = None) -> None:
+        """Write a whole record back from ``[L, B, G, slots]``, or that of one layer."""
         if self.ragged is None:
-            self.record[name].view_as(grid).copy_(grid)
+            self.grid(name, layer).copy_(grid)
         else:
-            index, exists = self._padded(0, self.slots)
+            index, exists = self._padded(0, self.slots, slice(None) if layer is None else slice(layer, layer + 1))
+            grid = grid if layer is None else grid.unsqueeze(0)
             self.record[name][index[exists]] = grid[exists].to(self.record[name].dtype)
 
     def read(self, layer: int, lo: int, hi: int, names: tuple[str, ...]) -> dict[str, Tensor]:
@@ -122,12 +126,42 @@ class Pool:
             self.record[name] = grown(self.record[name], self.groups, value)
         self.slots = slots
 
+    def assign(self, layer: int, slots: Tensor) -> None:
+        """Share the slots of a layer that holds nothing yet among its heads: ``[B, H]``, the same sum per sequence."""
+        self.ragged[layer] = slots
+        self.slots = int(self.ragged.max())
+
+    def repartition(self, slots: Tensor) -> None:
+        """Give heads ``[L, B, H]`` slots; each must hold the units that are there. They move along, in the order of their slots."""
+        unit = self.grid("unit")
+        held = unit >= 0
+        layer, row, head, slot = held.nonzero(as_tuple=True)
+        source = self.first()[layer, row, head] + slot
+        rank = (held.cumsum(-1) - 1)[layer, row, head, slot]
+        self.ragged = slots.to(self.device, torch.int32)
+        self.slots, total = int(self.ragged.max()), int(self.ragged.sum())
+        target = self.first()[layer, row, head] + rank
+        for store, fill in (
+            (self.payload, dict.fromkeys(self.payload, 0)),
+            (self.record, {n: v for n, (_, v) in self.records.items()}),
+        ):
+            for name, flat in store.items():
+                new = flat.new_full((total, *flat.shape[1:]), fill[name])
+                new[target] = flat[source]
+                store[name] = new
+
     def select_rows(self, rows: Tensor) -> None:
         """Keep the sequences ``rows`` (in that order, repeats allowed): beam search, batch selection."""
         if self.ragged is not None:
-            raise ValueError("sequences of a ragged pool cannot be reordered: run beam search with equal heads")
-        for store, heads in ((self.payload, self.kv_heads), (self.record, self.groups)):
-            for name, flat in store.items():
-                shaped = flat.view(self.layers, self.batch, heads, self.slots, *flat.shape[1:])
-                store[name] = shaped.index_select(1, rows).flatten(0, 3)
+            index, exists = self._padded(0, self.slots)
+            take = index[:, rows][exists[:, rows]]
+            for store in (self.payload, self.record):
+                for name, flat in store.items():
+                    store[name] = flat[take]
+            self.ragged = self.ragged[:, rows]
+        else:
+            for store, heads in ((self.payload, self.kv_heads), (self.record, self.groups)):
+                for name, flat in store.items():
+                    shaped = flat.view(self.layers, self.batch, heads, self.slots, *flat.shape[1:])
+                    store[name] = shaped.index_select(1, rows).flatten(0, 3)
         self.batch = len(rows)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from qevict.engine.reference import projected_norm
 from qevict.policy import CODED, EVICTED, FULL, select
-from qevict.store.pool import EMPTY, ledger, pair
+from qevict.store.pool import EMPTY, Pool, ledger, pair
 
 if TYPE_CHECKING:
     from qevict.store.arena import Arena
@@ -30,16 +31,12 @@ def route(arena: Arena, rows: list[int]) -> None:
     coded[..., n:] = True
     if policy.linked:
         coded[..., :n] = arena.full.grid("link")[:, index] >= 0
-    candidate = arena.aged(unit, rows)
-    tier = select(
-        policy.priority(score, unit),
-        unit,
-        candidate,
-        coded,
-        arena.limits(rows, "full"),
-        arena.limits(rows, "codes"),
-        policy.promotion,
-    )
+    candidate, full = arena.aged(unit, rows), arena.limits(rows, "full")
+    score = policy.refresh(score, unit)
+    if policy.adaptive:
+        full = policy.allocate(score, candidate, full)
+    priority = policy.rank(score, candidate, full, _norms(arena, pools, index) if policy.weighs_values else None)
+    tier = select(priority, unit, candidate, coded, full, arena.limits(rows, "codes"), policy.promotion)
     drop, demote, promote = (candidate & (tier == t) for t in (EVICTED, CODED, FULL))
     if arena.coded is None:
         grid = arena.full.grid("unit")
@@ -47,8 +44,26 @@ def route(arena: Arena, rows: list[int]) -> None:
         part[drop] = EMPTY
         grid[:, index] = part
         arena.full.put("unit", grid)
+        if policy.adaptive:
+            slots = arena.full.ragged.clone()
+            slots[:, index] = (full + arena.limits(rows, "protected")).squeeze(-1).to(slots.dtype)
+            arena.full.repartition(slots)
     else:
         _move(arena, index, drop, demote[..., :n], promote[..., n:])
+
+
+def _norms(arena: Arena, pools: list[Pool], rows: Tensor) -> Tensor:
+    """``[L, rows, G, slots]`` mean projected value norm of what the slots of both pools hold."""
+    out = []
+    for layer, module in sorted(arena.modules.items()):
+        parts = []
+        for pool in pools:
+            data = pool.read(layer, 0, pool.slots, ("v",) if pool is arena.full else tuple(pool.spec))
+            v = (data["v"] if pool is arena.full else arena.codec.decode_values(data))[rows]
+            norm = projected_norm(v.flatten(2, 3), module).unflatten(-1, (-1, v.shape[3])).mean(-1)
+            parts.append(norm.unflatten(1, (pool.groups, -1)).mean(2))
+        out.append(torch.cat(parts, -1))
+    return torch.stack(out)
 
 
 def _move(arena: Arena, rows: Tensor, drop: Tensor, demote: Tensor, promote: Tensor) -> None:

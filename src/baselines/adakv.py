@@ -1,0 +1,63 @@
+"""AdaKV: the heads of a layer share its slots by how concentrated their attention is (arXiv 2407.11550, Ada-SnapKV).
+
+Scores are SnapKV's. The best entries of a layer, whatever their head, decide how many slots each head gets; a safeguard keeps
+a share for every head. The authors' code and kvpress differ in the safeguard, see ``safeguard``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baselines.snapkv import SnapKV
+
+
+@dataclass(frozen=True)
+class AdaKV(SnapKV):
+    """SnapKV with slots shared among the heads of a layer.
+
+    Args:
+        alpha: share of a head's even part that it always keeps (kvpress 0.2; the authors' function 0.5, their scripts 0.2).
+        safeguard: ``window`` counts the observation window into the kept share (kvpress); ``prefix`` keeps that many entries
+            beyond the window (the authors' later code); ``blend`` mixes the even part with the shares of the best entries
+            (the authors' first code, rounded by largest remainder so that the layer's total is exact).
+    """
+
+    alpha: float = 0.2
+    safeguard: str = "window"
+
+    adaptive = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha={self.alpha:g} is outside [0, 1]")
+        if self.safeguard not in ("window", "prefix", "blend"):
+            raise ValueError(f"safeguard={self.safeguard!r}: choose window, prefix or blend")
+
+    def allocate(self, score: Tensor, candidate: Tensor, full: Tensor) -> Tensor:
+        """Slots per head, ``[..., H, 1]``, summing to ``H * full``."""
+        heads = score.shape[-2]
+        keep = (self.alpha * (full + self.observe) + 1e-9).floor() - (self.observe if self.safeguard == "window" else 0)
+        keep = torch.zeros_like(keep) if self.safeguard == "blend" else torch.minimum(keep.clamp_min(0), full)
+        score = score.masked_fill(~candidate, float("-inf"))
+        rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)
+        score = score.masked_fill(candidate & (rank < keep), float("inf"))
+        place = score.flatten(-2).argsort(dim=-1, descending=True, stable=True).argsort(-1)  # in the order of the whole layer
+        best = place.view_as(candidate) < heads * full
+        share = (best & candidate).sum(-1, keepdim=True).float()
+        if self.safeguard == "blend":
+            share = share * (1 - self.alpha) + (self.alpha * full).floor()
+        return exact_sum(share, heads * full)
+
+
+def exact_sum(share: Tensor, total: Tensor) -> Tensor:
+    """Integers ``[..., H, 1]`` near ``share`` that sum to ``total [..., 1, 1]``: what is missing is spread evenly, then by
+    largest remainder, lower heads first."""
+    share = share + (total - share.sum(-2, keepdim=True)).clamp_min(0) / share.shape[-2]
+    whole = share.floor()
+    left = total - whole.sum(-2, keepdim=True)
+    rank = (share - whole).argsort(dim=-2, descending=True, stable=True).argsort(-2)
+    return (whole + (rank < left)).long()

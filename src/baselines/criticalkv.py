@@ -1,0 +1,56 @@
+"""CriticalKV: attention says who is looked at, the projected value norm says how much it matters (arXiv 2502.03805).
+
+Half of the entries are chosen by the base score alone, the rest by ``(score + epsilon) * ||V W_o||_1``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baselines.adakv import AdaKV
+from baselines.snapkv import SnapKV
+
+
+def two_stages(score: Tensor, candidate: Tensor, first: Tensor, norm: Tensor, epsilon: float) -> Tensor:
+    """Priority ``[..., H, U]``: the best ``first [..., 1]`` candidates by score lead, then ``(score + epsilon) * norm``."""
+    score = score.masked_fill(~candidate, float("-inf"))
+    rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)
+    return ((score + epsilon) * norm).masked_fill(rank < first, float("inf"))
+
+
+@dataclass(frozen=True)
+class CriticalKV(SnapKV):
+    """SnapKV's scores, weighed by values in a second stage.
+
+    Args:
+        epsilon: added to the score, so that large values count even where attention is small.
+        first_stage: share of a head's entries (window included) chosen by the score alone.
+    """
+
+    epsilon: float = 1e-4
+    first_stage: float = 0.5
+
+    weighs_values = True
+
+    def rank(self, score: Tensor, candidate: Tensor, full: Tensor, norm: Tensor) -> Tensor:
+        first = (self.first_stage * (full + self.observe)).clamp_min(1).floor() - self.observe
+        return two_stages(score / self.observe, candidate, first, norm, self.epsilon)
+
+
+@dataclass(frozen=True)
+class AdaCriticalKV(AdaKV):
+    """AdaKV's slots per head, filled as CriticalKV does. The safeguard's entries are chosen by the score alone as well."""
+
+    epsilon: float = 1e-4
+    first_stage: float = 0.5
+
+    weighs_values = True
+
+    def rank(self, score: Tensor, candidate: Tensor, full: Tensor, norm: Tensor) -> Tensor:
+        even = full.float().mean(-2, keepdim=True)
+        safe = (self.alpha * (even + self.observe) + 1e-9).floor().clamp_min(1)
+        first = torch.maximum(safe, (self.first_stage * (full + self.observe)).floor()) - self.observe
+        return two_stages(score / self.observe, candidate, first, norm, self.epsilon)
