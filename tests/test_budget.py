@@ -7,6 +7,8 @@ import re
 import pytest
 import torch
 
+from baselines.adakv import AdaKV
+from baselines.criticalkv import AdaCriticalKV, CriticalKV
 from baselines.fullkv import FullKV
 from baselines.snapkv import SnapKV
 from baselines.streaming_llm import StreamingLLM
@@ -28,6 +30,10 @@ POLICIES = {
     "qevict-token": QEvict(window=1, q=0, sink=0),
     "qevict-all-routing": QEvict(prompt_mass="all", score_source="routing_step", local_fraction=0.6, q=0.3),
     "snapkv": SnapKV(),
+    "adakv": AdaKV(),
+    "adakv-blend": AdaKV(observe=8, interval=5, safeguard="blend"),
+    "criticalkv": CriticalKV(observe=8),
+    "ada-criticalkv": AdaCriticalKV(observe=8),
     "snapkv-max": SnapKV(observe=8, kernel=7, pooling="max", interval=5),
     "streaming": StreamingLLM(),
     "streaming-original": StreamingLLM(sink=0, positions="original"),

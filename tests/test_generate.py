@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GemmaConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
 
+from baselines.adakv import AdaKV
+from baselines.criticalkv import AdaCriticalKV
 from baselines.fullkv import FullKV
 from baselines.snapkv import SnapKV
 from baselines.streaming_llm import StreamingLLM
@@ -21,6 +23,8 @@ METHODS = {
     "streaming": StreamingLLM(),
     "streaming-original": StreamingLLM(positions="original"),
     "snapkv": SnapKV(observe=8, interval=4),
+    "adakv": AdaKV(observe=8, interval=4),
+    "ada-criticalkv": AdaCriticalKV(observe=8, interval=4),
     "qevict": QEvict(),
     "qevict-kv-head": QEvict(granularity="kv_head", window=4, interval=3, meta="uint8"),
     "qevict-binary": QEvict(q=0),

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import call
 from safetensors.numpy import load_file
 
 from baselines.adakv import AdaKV
 from baselines.criticalkv import AdaCriticalKV, CriticalKV
 from baselines.snapkv import SnapKV
 from baselines.streaming_llm import StreamingLLM
+from conftest import call
 from qevict import TierCache
 from qevict.budget import Layout
 from qevict.hf.loading import load_model
@@ -57,7 +57,7 @@ def exactly(cls, keep: int):
 
 @pytest.mark.parametrize("key", [k for k in GOLDEN if k != "ids"])
 def test_kept_tokens_are_those_of_kvpress(model, key):
-    name, ratio, *rest = key.split("/")
+    name, _, *rest = key.split("/")
     tokens = len(GOLDEN["ids"])
     want = np.unpackbits(GOLDEN[key], axis=-1)[..., :tokens].astype(bool)
     keep = int(want.sum()) // (want.shape[0] * want.shape[1])  # kvpress truncates tokens * (1 - ratio) in floating point

@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from baselines.adakv import AdaKV
+from baselines.criticalkv import CriticalKV
 from baselines.fullkv import FullKV
 from baselines.snapkv import SnapKV
 from baselines.streaming_llm import StreamingLLM
 from conftest import Stream, forced_logits, full_logits, gap, holdings, left_padded, plain, rotate, softmax, tiny, tokens
 from qevict import Budget, Policy, QEvict, TierCache
+from qevict.engine.reference import projected_norm
 from qevict.hf.cache import geometry_of
 from qevict.policy import FULL
 
@@ -194,7 +197,7 @@ def test_snapkv_ignores_what_free_slots_last_held():
     unit = torch.tensor([[-1, 4, 9, -1, 2, 7]])
     score = torch.tensor([[0.0, 3.0, 1.0, 0.0, 2.0, 5.0]])
     stale = score.masked_fill(unit < 0, 100.0)
-    assert torch.equal(policy.priority(score, unit)[unit >= 0], policy.priority(stale, unit)[unit >= 0])
+    assert torch.equal(policy.refresh(score, unit)[unit >= 0], policy.refresh(stale, unit)[unit >= 0])
 
 
 @pytest.mark.parametrize(
@@ -206,7 +209,7 @@ def test_snapkv_pooling_follows_positions(pooling, expected):
     policy = SnapKV(pooling=pooling)
     unit = torch.tensor([[13, 10, 15, 12, 14, 11]], dtype=torch.int32)
     score = torch.tensor([[3.0, 1.0, 0.0, 0.0, 5.0, 2.0]])
-    got = dict(zip(unit[0].tolist(), policy.priority(score, unit)[0].tolist(), strict=True))
+    got = dict(zip(unit[0].tolist(), policy.refresh(score, unit)[0].tolist(), strict=True))
     assert [got[u] for u in range(10, 16)] == pytest.approx(expected)
 
 
@@ -349,3 +352,68 @@ def test_methods_are_frozen_and_compare_by_value(policy):
     for field in fields(policy):
         with pytest.raises(FrozenInstanceError):
             setattr(policy, field.name, None)
+
+
+# -- AdaKV and CriticalKV ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("safeguard", ["window", "prefix", "blend"])
+@pytest.mark.parametrize("alpha", [0.0, 0.2, 0.9, 1.0])
+def test_adakv_shares_a_layer_exactly(safeguard, alpha):
+    rng = np.random.default_rng(3)
+    policy = AdaKV(observe=8, alpha=alpha, safeguard=safeguard)
+    heads, units, full = 3, 40, 12
+    score = torch.from_numpy(rng.exponential(size=(2, 1, heads, units)) * np.array([1.0, 3.0, 0.2])[:, None]).float()
+    candidate = torch.from_numpy(rng.random((2, 1, heads, units)) < 0.9)
+    got = policy.allocate(score, candidate, torch.tensor([full]).view(1, 1, 1, 1))[..., 0]
+    assert got.shape == (2, 1, heads)
+    assert (got.sum(-1) == heads * full).all()
+    keep = {"window": int(alpha * (full + 8)) - 8, "prefix": int(alpha * (full + 8)), "blend": 0}[safeguard]
+    keep = min(max(keep, 0), full)
+    for i in range(2):
+        ranked = []
+        for h in range(heads):
+            own = sorted((float(s) for s, c in zip(score[i, 0, h], candidate[i, 0, h], strict=True) if c), reverse=True)
+            ranked += [(r >= keep, -s, h) for r, s in enumerate(own)]
+        counts = np.bincount([h for _, _, h in sorted(ranked)[: heads * full]], minlength=heads)
+        if safeguard == "blend":
+            want = counts * (1 - alpha) + int(alpha * full)
+            assert np.abs(got[i, 0].numpy() - want - (heads * full - want.sum()) / heads).max() < 1
+        else:
+            assert got[i, 0].tolist() == counts.tolist()
+
+
+def test_adakv_spreads_slots_that_no_candidate_needs():
+    score = torch.rand(1, 3, 4)
+    candidate = torch.zeros(1, 3, 4, dtype=torch.bool)
+    assert AdaKV().allocate(score, candidate, torch.tensor([[[5]]])).flatten().tolist() == [5, 5, 5]
+
+
+def test_criticalkv_takes_the_first_stage_by_score_and_the_rest_by_value():
+    score = torch.tensor([[[5.0, 4.0, 3.0, 2.0, 1.0]]]) * 8
+    norm = torch.tensor([[[1.0, 1.0, 1.0, 9.0, 2.0]]])
+    everyone = torch.ones_like(score, dtype=torch.bool)
+    policy = CriticalKV(observe=8, epsilon=0.5, first_stage=0.6)
+    rank = policy.rank(score, everyone, torch.tensor([[[7]]]), norm)  # 0.6 * (7 + 8) - 8 = 1 entry by score alone
+    assert rank.argsort(descending=True).flatten().tolist() == [0, 3, 1, 2, 4]
+    assert rank[0, 0, 3].item() == pytest.approx(2.5 * 9)
+
+
+def test_value_norm_is_that_of_the_output_projection():
+    model, rng = tiny("llama"), np.random.default_rng(0)
+    module = model.model.layers[0].self_attn
+    heads, dim, group = 2, 16, 2
+    v = rng.standard_normal((1, heads, 5, dim)).astype(np.float32)
+    weight = module.o_proj.weight.detach().double().numpy()
+    want = np.zeros((heads, 5))
+    for h in range(heads):
+        for j in range(group):
+            block = weight[:, (h * group + j) * dim : (h * group + j + 1) * dim]
+            want[h] += np.abs(v[0, h].astype(np.float64) @ block.T).sum(-1) / group
+    assert np.allclose(projected_norm(torch.from_numpy(v), module)[0].detach().numpy(), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("bad", "words"), [({"alpha": 2}, "alpha=2"), ({"safeguard": "x"}, "window, prefix or blend")])
+def test_bad_adakv_is_refused(bad, words):
+    with pytest.raises(ValueError, match=words):
+        AdaKV(**bad)

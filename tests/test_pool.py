@@ -147,7 +147,7 @@ def test_resize_keeps_the_content(kind):
     )
 
 
-@pytest.mark.parametrize("kind", ["layer", "kv_head"])
+@pytest.mark.parametrize("kind", ["layer", "kv_head", "ragged"])
 @pytest.mark.parametrize("rows", [[1, 0], [1], [0, 1, 1, 0]])
 def test_select_rows(kind, rows):
     pool = make(kind)
@@ -157,9 +157,33 @@ def test_select_rows(kind, rows):
     assert pool.batch == len(rows)
 
 
-def test_rows_of_a_ragged_pool_stay():
-    with pytest.raises(ValueError, match="cannot be reordered"):
-        make("ragged").select_rows(torch.tensor([1, 0]))
+def test_slots_of_an_empty_layer_are_shared_anew():
+    pool = Pool((LAYERS, BATCH, HEADS), HEADS, torch.full((LAYERS, BATCH, HEADS), 3), SPEC, RECORDS, torch.device("cpu"))
+    shares = torch.tensor([[0, 4, 5][:HEADS] + [3] * (HEADS - 3)] * BATCH)
+    shares[:, -1] += 3 * HEADS - shares.sum(-1)
+    pool.assign(1, shares)
+    assert pool.ragged[1].tolist() == shares.tolist()
+    assert pool.slots == int(shares.max())
+    check(pool, fill(pool))
+
+
+def test_units_move_along_when_heads_get_other_slots():
+    pool = make("ragged")
+    model = fill(pool)
+    unit = pool.grid("unit")
+    unit[..., ::2] = torch.where(unit[..., ::2] >= 0, EMPTY, unit[..., ::2])  # every second slot is freed
+    pool.put("unit", unit)
+    kept = (unit >= 0).sum(-1)
+    slots = kept + torch.from_numpy(np.random.default_rng(5).integers(0, 3, kept.shape))
+    pool.repartition(slots)
+    assert torch.equal(pool.ragged.long(), slots)
+    moved, free = {}, set()
+    for i, b, g, s in addresses(pool):
+        if s < int(kept[i, b, g]):
+            moved[i, b, g, s] = model[i, b, g, 2 * s + 1]
+        else:
+            free.add((i, b, g, s))
+    check(pool, moved, free)
 
 
 def test_pair_matches_in_order():

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -69,6 +70,7 @@ def environment(device: torch.device, model_source: dict) -> dict:
     }
 
 
+@functools.cache  # the code that runs is the code that was there when the process began
 def _git_revision() -> str | None:
     here = Path(__file__).parent
     try:
