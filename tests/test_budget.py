@@ -166,16 +166,17 @@ def test_the_budget_is_used_up(name, fraction):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_growing_budget_is_taken_up(name):
-    """What a longer text pays for is used before it buys a few more units: no tier waits for ever."""
+    """At every event the budget of the tokens so far is met to within the smallest unit per layer."""
     policy, budget, prompt = POLICIES[name], Budget(0.4), 500
     cache = filled(policy, budget, prompt)
     g, arena = cache.geometry, cache.arena
-    unit = policy.costs(g, arena.layouts[0].sink).full_unit
+    costs = policy.costs(g, arena.layouts[0].sink)
+    unit = costs.code_unit or costs.full_unit
     for _ in range(500):
         due = arena.next_due == arena.seen + 1
         grow(cache)
         if due:
-            assert budget.resolve(g, prompt, arena.seen) - measure(cache)["total"] < g.layers * 4 * unit
+            assert 0 <= budget.resolve(g, prompt, arena.seen) - measure(cache)["total"] < g.layers * (unit + 1)
 
 
 @pytest.mark.parametrize("policy", [SnapKV(), StreamingLLM()], ids=["snapkv", "streaming"])

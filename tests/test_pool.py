@@ -157,6 +157,21 @@ def test_select_rows(kind, rows):
     assert pool.batch == len(rows)
 
 
+@pytest.mark.parametrize("kind", ["layer", "kv_head"])
+def test_shrink_moves_what_lies_beyond(kind):
+    pool = make(kind)
+    model = fill(pool)
+    unit = pool.grid("unit")
+    for i in range(LAYERS):  # free two slots of each head, others in each layer
+        unit[i, ..., [i % 5, (i + 2) % 5]] = EMPTY
+    taken = {(i, b, g, s) for i, b, g, s in model if s not in (i % 5, (i + 2) % 5)}
+    moved = pool.shrink(3)
+    assert pool.slots == 3
+    after = {(i, b, g, int(moved[i, b, g, s])): model[i, b, g, s] for i, b, g, s in taken}
+    assert len(after) == len(taken)
+    check(pool, after)
+
+
 def test_slots_of_an_empty_layer_are_shared_anew():
     pool = Pool((LAYERS, BATCH, HEADS), HEADS, torch.full((LAYERS, BATCH, HEADS), 3), SPEC, RECORDS, torch.device("cpu"))
     shares = torch.tensor([[0, 4, 5][:HEADS] + [3] * (HEADS - 3)] * BATCH)

@@ -64,6 +64,7 @@ def figure_score_bytes(rows: Sequence[dict], path: Path) -> None:
         x, y, error = zip(*points, strict=True)
         axis.errorbar(x, y, error, color=color, marker=marker, capsize=3, label=method, linewidth=1.2)
     axis.set(xscale="log", xlabel="persistent KV bytes per sequence (MiB, peak)", ylabel="score", ylim=(-0.04, 1.04))
+    axis.xaxis.set_major_formatter("{x:g}")
     axis.grid(alpha=0.3)
     axis.legend(frameon=False)
     figure.savefig(path, dpi=150)

@@ -43,7 +43,9 @@ class Arena:
         self.origin = self.prompt - policy.window * -(-self.prompt // policy.window)
         pad = (~real).sum(-1)
         self.lengths = [self.prompt - p for p in pad.tolist()]  # prompt tokens of each sequence
-        self._plan()
+        self.layouts: list[Layout | None] = [None] * self.batch
+        self.due: list[int | None] = [None] * self.batch  # column of each sequence's next routing event
+        self._plan(list(range(self.batch)))
         sinks = self._most("sink")  # the same for all sequences
         self.sinks_end = int(pad.max()) + sinks  # first column that is a sink of no sequence
         # int64 [4, B]: first column after the sinks, position - column, padding, tokens evicted behind the sinks
@@ -64,19 +66,13 @@ class Arena:
 
     # -- limits -------------------------------------------------------------------------------------------------------
 
-    def _plan(self) -> None:
-        """Slots that each sequence may use now. Slots are never taken back: a layout that would trade some of one kind for
-        another waits until the growing budget pays for both."""
+    def _plan(self, rows: list[int]) -> None:
+        """Work out the slots that the sequences ``rows`` may use from now on, and when their next event is due."""
         grown = self.seen - self.prompt
-        memo = {n: self.policy.layout(self.geometry, self.budget, n, n + grown) for n in set(self.lengths)}
-        new: list[Layout] = [memo[n] for n in self.lengths]
-        if not grown:
-            self.layouts = new
-            self.due = [self.seen + lay.interval if lay.interval else None for lay in new]
-            return
-        for row, (old, lay) in enumerate(zip(self.layouts, new, strict=True)):
-            if lay.dense >= old.dense and lay.codes >= old.codes:
-                self.layouts[row] = lay
+        memo = {n: self.policy.layout(self.geometry, self.budget, n, n + grown) for n in {self.lengths[r] for r in rows}}
+        for r in rows:
+            layout = self.layouts[r] = memo[self.lengths[r]]
+            self.due[r] = self.seen + layout.interval if layout.interval else None
 
     def _most(self, name: str) -> int:
         return max(getattr(lay, name) for lay in self.layouts)
@@ -304,13 +300,14 @@ class Arena:
         rows = [r for r, due in enumerate(self.due) if due is not None and due <= self.seen]
         if not rows:
             return False
-        self._plan()
+        self._plan(rows)
         for pool, name in ((self.full, "dense"), (self.coded, "codes")):
             if pool is not None and pool.ragged is None and self._most(name) > pool.slots:
                 self._resize(pool, self._most(name))
-        for r in rows:
-            self.due[r] = self.seen + self.layouts[r].interval
         route(self, rows)
+        if self.coded is not None and self._most("codes") < self.coded.slots:  # the budget went to full slots instead
+            moved, link = self.coded.shrink(self._most("codes")), self.full.grid("link")
+            self.full.put("link", torch.where(link >= 0, moved.gather(-1, link.clamp_min(0).long()), link))
         self.event_rows = sorted({*self.event_rows, *rows})
         self.count_evicted()
         return True

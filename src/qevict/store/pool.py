@@ -111,13 +111,13 @@ class Pool:
     # -- changes ------------------------------------------------------------------------------------------------------
 
     def resize(self, slots: int) -> None:
-        """Give every head ``slots`` slots, keeping the content of those it had (never fewer)."""
+        """Give every head ``slots`` slots, keeping the content of the first that many."""
         lead = (self.layers, self.batch)
 
         def grown(flat: Tensor, heads: int, value) -> Tensor:
             old = flat.view(*lead, heads, self.slots, *flat.shape[1:])
             new = flat.new_full((*lead, heads, slots, *flat.shape[1:]), value)
-            new[:, :, :, : self.slots] = old
+            new[:, :, :, : self.slots] = old[:, :, :, :slots]
             return new.flatten(0, 3)
 
         for name in self.payload:  # one tensor at a time: the old one is freed before the next is copied
@@ -125,6 +125,27 @@ class Pool:
         for name, (_, value) in self.records.items():
             self.record[name] = grown(self.record[name], self.groups, value)
         self.slots = slots
+
+    def shrink(self, slots: int) -> Tensor:
+        """Fewer slots for every head; what lies beyond moves to free slots below.
+
+        Returns:
+            ``[L, B, G, old slots]`` int32: where the content of each slot is now.
+        """
+        taken = self.grid("unit") != EMPTY
+        below = torch.arange(self.slots, device=self.device) < slots
+        row, source, target = pair((taken & ~below).flatten(0, 2), (~taken & below).flatten(0, 2))
+        place = row // (self.batch * self.groups), row // self.groups % self.batch, row % self.groups
+        before, after = self.index(*place, source), self.index(*place, target)
+        for flat in self.payload.values():
+            flat[after] = flat[before]
+        for name in self.record:
+            grid = self.grid(name)
+            grid[(*place, target)] = grid[(*place, source)]
+        moved = torch.arange(self.slots, dtype=torch.int32, device=self.device).repeat(*taken.shape[:3], 1)
+        moved[(*place, source)] = target.to(torch.int32)
+        self.resize(slots)
+        return moved
 
     def assign(self, layer: int, slots: Tensor) -> None:
         """Share the slots of a layer that holds nothing yet among its heads: ``[B, H]``, the same sum per sequence."""
