@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 
 from evals.cli import EXPECTED, one_line
 from evals.report import figure_score_bytes, show
@@ -28,18 +29,21 @@ def main() -> int:
     parser.add_argument("--out", required=True, type=Path, help="folder for table.json, figure.png and figure.svg")
     options, overrides = parser.parse_known_args()
     cells = [(m, b) for m in options.methods for b in (options.budgets if m != "fullkv" else [1.0])]
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out} cannot be made ({error.strerror}): give a folder")
     rows = []
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for method, budget in cells:
-            config = compose("config", overrides=[f"method={method}", f"budget={budget}", *overrides])
             try:
+                config = compose("config", overrides=[f"method={method}", f"budget={budget}", *overrides])
                 rows.append(run(config))
-            except EXPECTED as error:
+            except (HydraException, *EXPECTED) as error:
                 print(f"error: method={method} budget={budget}: {one_line(error)}", file=sys.stderr)
     if not rows:
         return 1
     show(rows)
-    options.out.mkdir(parents=True, exist_ok=True)
     records = [{k: v for k, v in r.items() if k != "path"} for r in rows]
     (options.out / "table.json").write_text(json.dumps(records, indent=1) + "\n")
     figure_score_bytes(rows, options.out / "figure.png")

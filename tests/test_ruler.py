@@ -208,6 +208,8 @@ def test_fingerprint_follows_the_data(tmp_path):
 def test_config_holds_the_defaults():
     config = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/task/ruler.yaml"))
     assert config.pop("_target_") == "evals.ruler.Ruler"
+    assert config["seed"] == "${seed}"  # one seed for the run
+    config["seed"] = Ruler().seed
     assert set(config) == set(Ruler.__dataclass_fields__)
     assert Ruler(**config) == Ruler()
 

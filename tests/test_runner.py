@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from evals.cli import EXPECTED, one_line
@@ -164,6 +166,74 @@ def test_a_failed_sample_is_counted_and_never_scored(folder, tmp_path, monkeypat
     assert bad["score"] is None and bad["error"] == "RuntimeError: made to fail"
 
 
+def test_failed_samples_are_tried_again(folder, tmp_path, monkeypatch):
+    import evals.runner
+
+    def never(*args):
+        raise RuntimeError("made to fail")
+
+    config = config_of(f"results_dir={tmp_path}", *on(folder))
+    with monkeypatch.context() as patch:
+        patch.setattr(evals.runner, "generate", never)
+        with pytest.raises(RunError, match="all 6 samples failed, the first: RuntimeError: made to fail"):
+            run(config, announce=lambda text: None)
+    metrics = run(config, announce=lambda text: None)
+    assert metrics["n"] == 6
+    assert metrics["n_failed"] == 0
+
+
+@pytest.mark.parametrize("damage", [b"no json at all\n", b"\x80\xff\xfe\n", b"{}\n", b"[]\n", b"5\n"])
+def test_damaged_lines_cost_only_their_samples(folder, tmp_path, damage):
+    config = config_of(f"results_dir={tmp_path}", *on(folder))
+    first = run(config, announce=lambda text: None)
+    samples = Path(first["path"]) / "samples.jsonl"
+    lines = samples.read_bytes().splitlines(keepends=True)
+    samples.write_bytes(b"".join([*lines[:2], damage, *lines[3:]]))
+    (Path(first["path"]) / "env.json").write_text("{half")
+    said = []
+    again = run(config, announce=said.append)
+    assert any("1 damaged" in text for text in said)
+    assert samples.read_bytes().splitlines(keepends=True)[:5] == [*lines[:2], *lines[3:]]
+    assert again["per_task"] == first["per_task"]
+
+
+@pytest.mark.parametrize("content", ["", "{half", "[]"])
+def test_a_damaged_summary_is_made_anew(folder, tmp_path, content):
+    config = config_of(f"results_dir={tmp_path}", *on(folder))
+    first = run(config, announce=lambda text: None)
+    (Path(first["path"]) / "metrics.json").write_text(content)
+    again = run(config, announce=lambda text: None)
+    assert again["per_task"] == first["per_task"]
+    assert again["kv_bytes_peak"] == first["kv_bytes_peak"]
+
+
+def test_other_weights_are_another_run(folder, tmp_path):
+    from evals.runner import plan
+
+    other = tmp_path / folder.name
+    shutil.copytree(folder, other)
+    weights = load_file(other / "model.safetensors")
+    base = ["budget=0.4", *SMALL]
+    same = plan(config_of(f"model.path={other}", *base)).name
+    assert same == plan(config_of(f"model.path={folder}", *base)).name
+    save_file({n: -t for n, t in weights.items()}, other / "model.safetensors", metadata={"format": "pt"})
+    assert plan(config_of(f"model.path={other}", *base)).name != same
+
+
+def test_an_interrupt_is_one_line_and_resumes(folder, tmp_path):
+    overrides = [f"results_dir={tmp_path}", *on(folder), "task.n=40"]
+    process = subprocess.Popen(command(*overrides), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.time() + 240
+    while time.time() < deadline and process.poll() is None and not list(tmp_path.glob("*/samples.jsonl")):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate()[1].strip()
+    assert process.returncode == 130
+    assert said == "interrupted: what is finished is kept, the same command goes on from there"
+    (run_dir,) = tmp_path.iterdir()
+    assert json.loads((run_dir / "status.json").read_text())["state"] == "interrupted"
+
+
 def test_a_full_disk_ends_in_one_line_and_loses_nothing_finished(folder, tmp_path):
     script = (
         "import resource, sys; sys.argv = sys.argv[1:]; resource.setrlimit(resource.RLIMIT_FSIZE, (2500, 2500));"
@@ -182,7 +252,14 @@ BAD = {
     "budget=0": ["budget=0", "(0, 1]"],
     "budget=-1": ["budget=-1", "(0, 1]"],
     "budget=1.5": ["budget=1.5", "(0, 1]"],
-    "budget=abc": ["'abc'", "number"],
+    "budget=abc": ["budget='abc'", "a number"],
+    "budget_bytes=1.5": ["budget_bytes=1.5", "whole number"],
+    "seed=abc": ["seed='abc'", "whole number"],
+    "method.sink=2.5": ["sink=2.5", "whole number"],
+    "method.window=null": ["window=None", "whole number"],
+    "task.n=1.5": ["n=1.5", "whole number"],
+    "model.path=null": ["model.path=None", "text"],
+    "logger.name=foo": ["foo", "wandb"],
     "budget=0.0001": ["smallest workable", "budget>="],
     "task.length=4096": ["2048 positions", "task.length"],
     "task.length=50": ["task.length=50", "too small"],
@@ -246,7 +323,9 @@ def test_the_command_fails_with_one_line(overrides, words):
 def test_help_is_readable_and_quick_to_find_the_choices():
     done = subprocess.run(command("--help"), capture_output=True, text=True)
     assert done.returncode == 0
-    assert "method: fullkv, qevict, snapkv, streaming_llm" in done.stdout and "budget" in done.stdout
+    methods = ", ".join(sorted(f.stem for f in (ROOT / "conf/method").glob("*.yaml")))
+    assert f"method: {methods}\n" in done.stdout
+    assert "budget:" in done.stdout
 
 
 def test_the_last_line_names_the_run(folder, tmp_path):

@@ -28,10 +28,11 @@ class StreamingLLM(Policy):
     window = 1
 
     def __post_init__(self):
+        super().__post_init__()
         if self.positions not in ("slot", "original"):
             raise ValueError(f"positions={self.positions!r}: choose slot or original")
         if self.sink < 0:
-            raise ValueError(f"sink={self.sink} must be at least 0")
+            raise ValueError(f"sink={self.sink} is below 0: set method.sink to 0 or more")
 
     @property
     def slot_positions(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from hydra.core.hydra_config import HydraConfig
@@ -24,8 +25,12 @@ def task(config: DictConfig) -> None:
     from evals.report import show  # late: torch and transformers take seconds, --help needs neither
     from evals.runner import run
 
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # a polite kill is an interrupt
     try:
         metrics = run(config)
+    except KeyboardInterrupt:
+        print("interrupted: what is finished is kept, the same command goes on from there", file=sys.stderr)
+        sys.exit(130)
     except EXPECTED as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:  # the sweep goes on with its other cells
             raise

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -37,17 +38,38 @@ def readable(*parts: object) -> str:
     return "-".join(re.sub(r"[^A-Za-z0-9.]+", "-", str(p)).strip("-") for p in parts if p not in (None, ""))
 
 
+@contextlib.contextmanager
+def writing(path: Path):
+    """Say which file could not be written and what to do, whatever the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"{path} cannot be written ({error.strerror or error}): mend that, then give the same command again"
+        ) from error
+
+
 def write_json(path: Path, value: object) -> None:
     """Atomically: a killed process leaves the old file or the new one."""
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
+    with writing(path):
+        try:
+            with open(scratch, "w") as file:
+                file.write(json.dumps(value, indent=1, default=str) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(scratch, path)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> dict | None:
+    """A record, or None if it is missing or damaged (it is then made anew)."""
     try:
-        with open(scratch, "w") as file:
-            file.write(json.dumps(value, indent=1, default=str) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def environment(device: torch.device, model_source: dict) -> dict:
@@ -103,44 +125,51 @@ class RunDir:
                 f"results_dir={root} cannot be written ({error.strerror or error}): set results_dir to a writable folder"
             ) from error
         self.finished: dict[str, dict] = {}
+        self.damaged = 0  # lines of samples.jsonl that could not be read
         self.samples = self.path / "samples.jsonl"
         self._load()
-        (self.path / "config.yaml").write_text(config_yaml)
+        with writing(self.path / "config.yaml"):
+            (self.path / "config.yaml").write_text(config_yaml)
 
     def _load(self) -> None:
-        """Read finished samples; a last line that a killed process left half written is cut off."""
+        """Read finished samples. Lines that are no row (a killed process leaves half of one) are dropped; of rows with the
+        same id the last counts."""
         if not self.samples.exists():
             return
-        good = 0
-        with open(self.samples, "rb") as file:
-            for line in file:
-                try:
-                    row = json.loads(line) if line.endswith(b"\n") else None
-                except json.JSONDecodeError:
-                    row = None
-                if row is None:
-                    break
+        good, damaged = [], 0
+        for line in self.samples.read_bytes().splitlines(keepends=True):
+            try:
+                row = json.loads(line) if line.endswith(b"\n") else None
+            except ValueError:
+                row = None
+            if isinstance(row, dict) and isinstance(row.get("id"), str):
                 self.finished[row["id"]] = row
-                good += len(line)
-        if good < self.samples.stat().st_size:
-            os.truncate(self.samples, good)
+                good.append(line)
+            else:
+                damaged += 1
+        if damaged:
+            with writing(self.samples):
+                scratch = self.samples.with_suffix(".tmp")
+                scratch.write_bytes(b"".join(good))
+                os.replace(scratch, self.samples)
+        self.damaged = damaged
 
     def append(self, row: dict) -> None:
         """Add a finished sample; on disk when this returns."""
-        with open(self.samples, "a") as file:
+        with writing(self.samples), open(self.samples, "a") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
         self.finished[row["id"]] = row
 
     def status(self, state: str, total: int, error: str | None = None) -> None:
-        """``state``: running, done or failed."""
+        """``state``: running, done, failed or interrupted. A killed process leaves ``running``; its lock is free then."""
         write_json(self.path / "status.json", {"state": state, "done": len(self.finished), "total": total, "error": error})
 
     def add_environment(self, env: dict) -> None:
         """One entry per start of the run, so that a run resumed elsewhere says so."""
         path = self.path / "env.json"
-        starts = json.loads(path.read_text())["starts"] if path.exists() else []
+        starts = (read_json(path) or {}).get("starts", [])
         write_json(path, {"starts": [*starts, env]})
 
     def close(self) -> None:

