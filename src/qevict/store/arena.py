@@ -7,6 +7,7 @@ The first unit may reach into the sinks or the padding; those tokens are masked 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -61,7 +62,7 @@ class Arena:
         self.coded = Pool(heads, groups, self._most("codes"), self.codec.spec(), scored, self.device) if self.codec else None
         self.sink = torch.zeros(2, *heads, sinks, g.head_dim, dtype=g.dtype, device=self.device)
         self.write = torch.zeros(*heads, dtype=torch.int64, device=self.device)  # flat slot that new tokens go to
-        self.modules: dict[int, torch.nn.Module] = {}
+        self.modules: dict[int, weakref.ref] = {}  # attention modules by layer; a copied cache must not copy the model
         self.event_rows: list[int] = []  # sequences whose scores await `carry`
 
     # -- limits -------------------------------------------------------------------------------------------------------
@@ -118,7 +119,7 @@ class Arena:
     def ingest(self, layer: int, k: Tensor, v: Tensor, scores: Tensor | None, module: torch.nn.Module) -> None:
         """Store one layer's prompt. k, v ``[B, H, T, d]`` after RoPE; scores ``[B, G, T]``, None if units carry none;
         ``module`` is the attention module, for methods that weigh values by its output projection."""
-        self.modules[layer] = module
+        self.modules[layer] = weakref.ref(module)
         window, batch, groups = self.policy.window, self.batch, self.full.groups
         units = -(-self.prompt // window)
         if self.sink.shape[-2]:

@@ -60,7 +60,7 @@ def _norms(arena: Arena, pools: list[Pool], rows: Tensor) -> Tensor:
         for pool in pools:
             data = pool.read(layer, 0, pool.slots, ("v",) if pool is arena.full else tuple(pool.spec))
             v = (data["v"] if pool is arena.full else arena.codec.decode_values(data))[rows]
-            norm = projected_norm(v.flatten(2, 3), module).unflatten(-1, (-1, v.shape[3])).mean(-1)
+            norm = projected_norm(v.flatten(2, 3), module()).unflatten(-1, (-1, v.shape[3])).mean(-1)
             parts.append(norm.unflatten(1, (pool.groups, -1)).mean(2))
         out.append(torch.cat(parts, -1))
     return torch.stack(out)
