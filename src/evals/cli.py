@@ -25,14 +25,22 @@ def task(config: DictConfig) -> None:
     from evals.report import show  # late: torch and transformers take seconds, --help needs neither
     from evals.runner import run
 
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # a polite kill is an interrupt
+    asked: list[int] = []
+
+    def interrupt(number, frame):
+        asked.append(number)  # Python drops an exception raised inside a finalizer: the runner also looks here
+        raise KeyboardInterrupt
+
+    sweep = HydraConfig.get().mode == RunMode.MULTIRUN  # its launcher has handlers of its own
+    for number in () if sweep else (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
     try:
-        metrics = run(config)
+        metrics = run(config, stopping=lambda: bool(asked))
     except KeyboardInterrupt:
         print("interrupted: what is finished is kept, the same command goes on from there", file=sys.stderr)
         sys.exit(130)
     except EXPECTED as error:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:  # the sweep goes on with its other cells
+        if sweep:  # it goes on with its other cells
             raise
         print(f"error: {one_line(error)}", file=sys.stderr)
         sys.exit(1)

@@ -125,8 +125,11 @@ def _model(path: str, revision: str | None, dtype: str, device: str):
     return load_model(path, revision, dtype, device)
 
 
-def run(config: DictConfig, announce=print) -> dict:
-    """Do what is left of a run and return its metrics (also in ``metrics.json``); ``path`` is the run directory."""
+def run(config: DictConfig, announce=print, stopping=lambda: False) -> dict:
+    """Do what is left of a run and return its metrics (also in ``metrics.json``); ``path`` is the run directory.
+
+    ``announce`` gets lines for people; ``stopping`` is asked between samples, True ends the run with KeyboardInterrupt.
+    """
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     job = plan(config)
@@ -141,7 +144,7 @@ def run(config: DictConfig, announce=print) -> dict:
         if not todo and before is not None:
             announce(f"{job.name}: finished before, nothing to do")
             return before | {"path": str(folder.path)}
-        extra = _work(job, folder, todo, announce)
+        extra = _work(job, folder, todo, announce, stopping)
         rows = [folder.finished[s.id] for s, _ in job.samples]
         metrics = {
             "method": job.method,
@@ -171,7 +174,7 @@ def _finished(row: dict | None, prompt: Prompt) -> bool:
     return row is not None and row.get("status") == "ok" and row.get("prompt_sha") == prompt.sha
 
 
-def _work(job: Plan, folder: RunDir, todo: list[tuple[Sample, Prompt]], announce) -> dict:
+def _work(job: Plan, folder: RunDir, todo: list[tuple[Sample, Prompt]], announce, stopping) -> dict:
     config = job.config
     model, source = _model(config.model.path, config.model.revision, config.model.dtype, config.model.device)
     folder.add_environment(environment(model.device, dataclasses.asdict(source)))
@@ -195,6 +198,8 @@ def _work(job: Plan, folder: RunDir, todo: list[tuple[Sample, Prompt]], announce
     with Progress(*columns, transient=True, disable=not config.progress) as bar:
         track = bar.add_task(job.name, total=len(job.samples), completed=len(job.samples) - len(todo))
         for sample, prompt in todo:
+            if stopping():
+                raise KeyboardInterrupt
             row = _one(job, model, new_cache, sample, prompt, stop)
             folder.append(row)
             logger.log(row)
