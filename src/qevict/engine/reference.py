@@ -17,7 +17,7 @@ QUERY_BLOCK = 128  # prompt queries per block when their attention mass is summe
 @dataclass
 class Block:
     """Some stored tokens: k, v ``[B, H, t, d]``; ``visible`` broadcasts to ``[B, H, n, t]`` (None: all); ``window`` tokens
-    make one unit of mass; ``turn`` rotates the queries for this block only (StreamingLLM's slot positions)."""
+    make one unit of mass; ``turned_query`` replaces the queries for this block only (StreamingLLM's slot positions)."""
 
     k: Tensor
     v: Tensor
