@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from baselines.snapkv import SnapKV
+from qevict.policy import rank_of
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,8 @@ class AdaKV(SnapKV):
         keep = (self.alpha * (full + self.observe) + 1e-9).floor() - (self.observe if self.safeguard == "window" else 0)
         keep = torch.zeros_like(keep) if self.safeguard == "blend" else torch.minimum(keep.clamp_min(0), full)
         score = score.masked_fill(~candidate, float("-inf"))
-        rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)
-        score = score.masked_fill(candidate & (rank < keep), float("inf"))
-        place = score.flatten(-2).argsort(dim=-1, descending=True, stable=True).argsort(-1)  # in the order of the whole layer
+        score = score.masked_fill(candidate & (rank_of(score) < keep), float("inf"))
+        place = rank_of(score.flatten(-2))  # in the order of the whole layer
         best = place.view_as(candidate) < heads * full
         share = (best & candidate).sum(-1, keepdim=True).float()
         if self.safeguard == "blend":

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from baselines.adakv import AdaKV
 from baselines.snapkv import SnapKV
+from qevict.policy import rank_of
 
 
 def two_stages(score: Tensor, candidate: Tensor, first: Tensor, norm: Tensor, epsilon: float) -> Tensor:
     """Priority ``[..., H, U]``: the best ``first [..., 1]`` candidates by score lead, then ``(score + epsilon) * norm``."""
     score = score.masked_fill(~candidate, float("-inf"))
-    rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)
-    return ((score + epsilon) * norm).masked_fill(rank < first, float("inf"))
+    return ((score + epsilon) * norm).masked_fill(rank_of(score) < first, float("inf"))
 
 
 @dataclass(frozen=True)

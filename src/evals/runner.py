@@ -69,13 +69,13 @@ def plan(config: DictConfig) -> Plan:
     policy = instantiate(config.method)
     benchmark = instantiate(config.task)
     unlimited = type(policy).layout is Policy.layout  # a method that keeps everything has no budget to choose
-    budget = Budget(
-        1.0 if unlimited else config.budget if config.budget_bytes is None and config.budget_tokens is None else None,
-        None if unlimited else config.budget_bytes,
-        None if unlimited else config.budget_tokens,
-        config.cache.basis,
-        config.task.max_new_tokens,
-    )
+    if unlimited:
+        asked = {"fraction": 1.0}
+    elif config.budget_bytes is None and config.budget_tokens is None:
+        asked = {"fraction": config.budget}
+    else:
+        asked = {"nbytes": config.budget_bytes, "tokens": config.budget_tokens}
+    budget = Budget(**asked, basis=config.cache.basis, max_new_tokens=config.task.max_new_tokens)
     hub_config = load_config(model.path, model.revision)
     dtype = config.cache.dtype
     if dtype not in DTYPES:

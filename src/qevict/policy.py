@@ -127,8 +127,7 @@ class Policy:
 class PromptView:
     """One layer at the end of its prefill.
 
-    q ``[B, H_q, T, d]`` and k ``[B, H, T, d]`` after RoPE, v ``[B, H, T, d]``; ``real [B, T]`` is False on padding;
-    ``module`` is the attention module (for its output projection).
+    q ``[B, H_q, T, d]`` and k ``[B, H, T, d]`` after RoPE, v ``[B, H, T, d]``; ``real [B, T]`` is False on padding.
     """
 
     q: Tensor
@@ -136,7 +135,6 @@ class PromptView:
     v: Tensor
     real: Tensor
     scaling: float
-    module: torch.nn.Module
 
     def mass(self, last: int | None) -> Tensor:
         """``[B, H, T]`` attention mass of the last ``last`` real queries (``None``: all), mean over each head's query group."""
@@ -145,6 +143,11 @@ class PromptView:
     @cached_property
     def length(self) -> int:
         return self.k.shape[-2]
+
+
+def rank_of(score: Tensor) -> Tensor:
+    """Place of each entry of the last axis when the highest comes first; ties: the lower index first."""
+    return score.argsort(dim=-1, descending=True, stable=True).argsort(-1)
 
 
 def select(priority: Tensor, unit: Tensor, candidate: Tensor, coded: Tensor, full: Tensor, codes: Tensor, promotion: str) -> Tensor:

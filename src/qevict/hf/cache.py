@@ -138,9 +138,9 @@ class TierCache(Cache):
         if scaling is None:
             scaling = q.shape[-1] ** -0.5
         if index == 0:
-            if kwargs.get("dropout"):
-                raise ValueError("the cache is for inference: call model.eval() first")
             try:
+                if kwargs.get("dropout"):
+                    raise ValueError("the cache is for inference: call model.eval() first")
                 self._begin(n, k, mask, positions)
             except ValueError:  # refused: the cache is as it was before the call
                 self.layers[0].seen -= n
@@ -184,7 +184,7 @@ class TierCache(Cache):
         arena, scores = self.arena, None
         if self.policy.scored:
             real = torch.arange(arena.prompt, device=k.device) >= arena.rows[2].unsqueeze(-1)
-            scores = self.policy.prompt_scores(PromptView(q, k, v, real, scaling, module))
+            scores = self.policy.prompt_scores(PromptView(q, k, v, real, scaling))
         arena.ingest(index, k, v, scores, module)
         return out
 

@@ -58,24 +58,32 @@ def resolve(path: str, revision: str | None = None) -> tuple[str, Source]:
     Raises:
         ModelError: a local folder that is missing or holds no model.
     """
+    target, kind = _locate(path)
+    if kind == "packaged gguf":
+        return target, Source(kind, f"{PACKAGE}/{_packaged_gguf().name}", None, GGUF_SHA256)
+    if kind == "folder":
+        return target, Source(kind, Path(target).name, None, _folder_sha(Path(target)))
+    return target, Source(kind, target, revision, None)
+
+
+def _locate(path: str) -> tuple[str, str]:
+    """Target and kind, without reading what identifies a model's content."""
     if path == EMBEDDED and not Path(path).is_dir():
         gguf = _packaged_gguf()
-        if gguf is None:
-            return HUB_ID, Source("hub", HUB_ID, revision, None)
-        return str(_converted(gguf)), Source("packaged gguf", f"{PACKAGE}/{gguf.name}", None, GGUF_SHA256)
+        return (HUB_ID, "hub") if gguf is None else (str(_converted(gguf)), "packaged gguf")
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ModelError(f"model.path={path} holds no config.json: give a folder written by save_pretrained, or a hub id")
-        return str(folder), Source("folder", folder.name, None, _folder_sha(folder))
+        return str(folder), "folder"
     if folder.is_file() or path.startswith(("/", "./", "../", "~")) or path.count("/") != 1:
         raise ModelError(f"model.path={path} is not a model folder: give an existing folder, a hub id (owner/name), or {EMBEDDED}")
-    return path, Source("hub", path, revision, None)
+    return path, "hub"
 
 
 def load_config(path: str, revision: str | None = None):
     """The configuration alone, checked for support before any weight is read."""
-    target, _ = resolve(path, revision)
+    target, _ = _locate(path)
     try:
         config = AutoConfig.from_pretrained(target, revision=revision or "main", trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
@@ -124,9 +132,9 @@ def load_tokenizer(path: str, revision: str | None = None):
     Raises:
         ModelError: it cannot be read, or was built as the wrong class (every space lost, without any other error).
     """
-    target, source = resolve(path, revision)
+    target, kind = _locate(path)
     try:
-        if source.kind == "packaged gguf":
+        if kind == "packaged gguf":
             tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
         else:
             tokenizer = AutoTokenizer.from_pretrained(target, revision=revision or "main", trust_remote_code=False)

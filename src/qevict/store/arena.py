@@ -65,6 +65,11 @@ class Arena:
         self.modules: dict[int, weakref.ref] = {}  # attention modules by layer; a copied cache must not copy the model
         self.event_rows: list[int] = []  # sequences whose scores await `carry`
 
+    @property
+    def pools(self) -> list[Pool]:
+        """The pools there are, in the order of their blocks."""
+        return [self.full] if self.coded is None else [self.full, self.coded]
+
     # -- limits -------------------------------------------------------------------------------------------------------
 
     def _plan(self, rows: list[int]) -> None:
@@ -150,10 +155,10 @@ class Arena:
         if self.coded is not None:
             in_code = candidate & (tier == CODED)
 
-            def codes(b, h, u):
+            def encoded(b, h, u):
                 return self.encode(*self._gather(k, v, b, h, u).values(), b, u)
 
-            self._place(self.coded, layer, in_code, unit, unit_score, codes)
+            self._place(self.coded, layer, in_code, unit, unit_score, encoded)
 
     def _place(self, pool: Pool, layer: int, chosen: Tensor, unit: Tensor, score: Tensor, payload) -> None:
         """Fill free slots of one layer with the chosen units ``[B, G, U]``."""
@@ -169,8 +174,7 @@ class Arena:
             grid = pool.grid("score", layer)
             grid[b, g, slot] = score.flatten(0, 1)[row, item]
             pool.put("score", grid, layer)
-        per = pool.kv_heads // pool.groups
-        head = g.unsqueeze(-1) * per + torch.arange(per, device=self.device)
+        head = pool.heads_of(g)
         data = payload(b.unsqueeze(-1).expand_as(head), head, ids.unsqueeze(-1).expand_as(head))
         for name, value in data.items():
             pool.payload[name][index] = value.to(pool.payload[name].dtype)
@@ -201,11 +205,10 @@ class Arena:
             self._resize(self.full, self.full.slots + max(1, GROWTH // self.policy.window))
             unit = self.full.grid("unit")
         slot = (unit == EMPTY).to(torch.uint8).argmax(-1)
-        unit.scatter_(-1, slot.unsqueeze(-1), (self.seen - self.origin) // self.policy.window)
-        self.full.put("unit", unit)
-        for name, (_, value) in self.full.records.items():
-            if name != "unit":
-                self.full.put(name, self.full.grid(name).scatter(-1, slot.unsqueeze(-1), value))
+        fresh = {name: value for name, (_, value) in self.full.records.items()}
+        fresh["unit"] = (self.seen - self.origin) // self.policy.window
+        for name, value in fresh.items():
+            self.full.put(name, self.full.grid(name).scatter(-1, slot.unsqueeze(-1), value))
         layer, row, group = (torch.arange(n, device=self.device) for n in slot.shape)
         index = self.full.index(*torch.broadcast_tensors(layer[:, None, None], row[:, None], group), slot)
         self.write.copy_(index.flatten(-2))
@@ -256,9 +259,7 @@ class Arena:
             if self.policy.slot_positions:
                 turned = self.rope.turn(q, self.rows[3][:, None, None].expand(-1, 1, q.shape[2]), -1)
             yield Block(*self.sink[:, layer], visible[:, None, None], count, turned)
-        for pool in (self.full, self.coded):
-            if pool is None:
-                continue
+        for pool in self.pools:
             unit, step = pool.grid("unit", layer), max(1, BLOCK_TOKENS // window)
             for lo in range(0, pool.slots, step):
                 hi = min(lo + step, pool.slots)
@@ -276,18 +277,9 @@ class Arena:
 
     def collect(self, layer: int, mass: list[Tensor]) -> None:
         """Add attention mass, one ``[B, H, units]`` per block of :meth:`blocks`, to the scores of one layer."""
-        pieces = mass[1:] if self.sink.shape[-2] else mass
-        start = 0
-        for pool in (self.full, self.coded):
-            if pool is None:
-                continue
-            step = max(1, BLOCK_TOKENS // self.policy.window)
-            count = -(-pool.slots // step)
-            if not count:
-                continue
-            new = torch.cat(pieces[start : start + count], -1)
+        units = torch.cat(mass[1:] if self.sink.shape[-2] else mass, -1)
+        for pool, new in zip(self.pools, units.split([p.slots for p in self.pools], -1), strict=True):
             pool.put("score", pool.grid("score", layer) + new.unflatten(1, (pool.groups, -1)).mean(2), layer)
-            start += count
 
     # -- routing ------------------------------------------------------------------------------------------------------
 
@@ -324,9 +316,7 @@ class Arena:
     def carry(self) -> None:
         """After an event: let the scores fade as the method says."""
         if self.event_rows and self.policy.scored:
-            for pool in (self.full, self.coded):
-                if pool is None:
-                    continue
+            for pool in self.pools:
                 grid = pool.grid("score")
                 for r in self.event_rows:
                     grid[:, r] = self.policy.carry(grid[:, r], self.layouts[r].interval)

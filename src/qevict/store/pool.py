@@ -63,10 +63,14 @@ class Pool:
         flat = self.ragged.flatten().long()
         return (flat.cumsum(0) - flat).view_as(self.ragged)
 
+    def heads_of(self, group: Tensor) -> Tensor:
+        """``[..., heads per group]`` KV heads of groups."""
+        per = self.kv_heads // self.groups
+        return group.unsqueeze(-1) * per + torch.arange(per, device=self.device)
+
     def index(self, layer: Tensor, row: Tensor, group: Tensor, slot: Tensor) -> Tensor:
         """Flat payload indices ``[..., heads per group]`` of slots given by equally shaped index tensors."""
-        per = self.kv_heads // self.groups
-        head = group.unsqueeze(-1) * per + torch.arange(per, device=self.device)
+        head = self.heads_of(group)
         if self.ragged is None:
             first = ((layer * self.batch + row).unsqueeze(-1) * self.kv_heads + head) * self.slots
         else:
@@ -135,7 +139,7 @@ class Pool:
         taken = self.grid("unit") != EMPTY
         below = torch.arange(self.slots, device=self.device) < slots
         row, source, target = pair((taken & ~below).flatten(0, 2), (~taken & below).flatten(0, 2))
-        place = row // (self.batch * self.groups), row // self.groups % self.batch, row % self.groups
+        place = torch.unravel_index(row, taken.shape[:3])
         before, after = self.index(*place, source), self.index(*place, target)
         for flat in self.payload.values():
             flat[after] = flat[before]

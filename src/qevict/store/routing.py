@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qevict.engine.reference import projected_norm
 from qevict.policy import CODED, EVICTED, FULL, select
-from qevict.store.pool import EMPTY, Pool, ledger, pair
+from qevict.store.pool import EMPTY, ledger, pair
 
 if TYPE_CHECKING:
     from qevict.store.arena import Arena
@@ -20,10 +20,9 @@ Place = tuple[Tensor, Tensor, Tensor, Tensor]  # layer, row, group, slot: equall
 def route(arena: Arena, rows: list[int]) -> None:
     """Rank the candidates of the sequences ``rows`` and carry the result out in place."""
     policy, index = arena.policy, torch.tensor(rows, device=arena.device)
-    pools = [p for p in (arena.full, arena.coded) if p is not None]
-    unit = torch.cat([p.grid("unit")[:, index] for p in pools], -1)
+    unit = torch.cat([p.grid("unit")[:, index] for p in arena.pools], -1)
     if policy.scored:
-        score = torch.cat([p.grid("score")[:, index] for p in pools], -1)
+        score = torch.cat([p.grid("score")[:, index] for p in arena.pools], -1)
     else:
         score = torch.zeros((), device=arena.device).expand(unit.shape)
     n = arena.full.slots
@@ -35,7 +34,7 @@ def route(arena: Arena, rows: list[int]) -> None:
     score = policy.refresh(score, unit)
     if policy.adaptive:
         full = policy.allocate(score, candidate, full)
-    priority = policy.rank(score, candidate, full, _norms(arena, pools, index) if policy.weighs_values else None)
+    priority = policy.rank(score, candidate, full, _norms(arena, index) if policy.weighs_values else None)
     tier = select(priority, unit, candidate, coded, full, arena.limits(rows, "codes"), policy.promotion)
     drop, demote, promote = (candidate & (tier == t) for t in (EVICTED, CODED, FULL))
     if arena.coded is None:
@@ -52,12 +51,12 @@ def route(arena: Arena, rows: list[int]) -> None:
         _move(arena, index, drop, demote[..., :n], promote[..., n:])
 
 
-def _norms(arena: Arena, pools: list[Pool], rows: Tensor) -> Tensor:
+def _norms(arena: Arena, rows: Tensor) -> Tensor:
     """``[L, rows, G, slots]`` mean projected value norm of what the slots of both pools hold."""
     out = []
     for layer, module in sorted(arena.modules.items()):
         parts = []
-        for pool in pools:
+        for pool in arena.pools:
             data = pool.read(layer, 0, pool.slots, ("v",) if pool is arena.full else tuple(pool.spec))
             v = (data["v"] if pool is arena.full else arena.codec.decode_values(data))[rows]
             norm = projected_norm(v.flatten(2, 3), module()).unflatten(-1, (-1, v.shape[3])).mean(-1)
@@ -128,7 +127,6 @@ def _move(arena: Arena, rows: Tensor, drop: Tensor, demote: Tensor, promote: Ten
 
 def _match(items: Tensor, free_unit: Tensor, rows: Tensor) -> tuple[Place, Place]:
     """Pair units to move (mask ``[L, rows, G, n]``) with free slots of the other pool: source and target."""
-    shape = items.shape
     r, item, slot = pair(items.flatten(0, 2), (free_unit[:, rows] == EMPTY).flatten(0, 2))
-    layer, row, group = r // (shape[1] * shape[2]), rows[r // shape[2] % shape[1]], r % shape[2]
-    return (layer, row, group, item), (layer, row, group, slot)
+    layer, row, group = torch.unravel_index(r, items.shape[:3])
+    return (layer, rows[row], group, item), (layer, rows[row], group, slot)
