@@ -1,11 +1,15 @@
-"""Record which prompt tokens kvpress keeps, as the reference of tests/test_parity.py.
+"""Record what other packages compute, as references of the tests. Each part runs in an environment of its own.
 
-kvpress needs an older transformers than this project, so the script runs in an environment of its own:
+Which prompt tokens kvpress keeps (it needs an older transformers than this project). Each entry is a bit per
+(layer, KV head, token), packed along the tokens, lowest token in the highest bit:
 
     python -m venv kvpress-env && kvpress-env/bin/pip install kvpress==0.5.5 transformers==5.2.0 torch==2.13.0 safetensors
-    kvpress-env/bin/python scripts/make_goldens.py ~/.cache/qevict/smollm2-135m-* tests/golden/kvpress.safetensors
+    kvpress-env/bin/python scripts/make_goldens.py kvpress ~/.cache/qevict/smollm2-135m-*-v1 tests/golden/kvpress.safetensors
 
-Each entry is a bit per (layer, KV head, token), packed along the tokens, lowest token in the highest bit.
+Which codes, scales and shifts optimum-quanto gives a ``[tokens, channels]`` tensor, for keys (``k``) and values (``v``):
+
+    python -m venv quanto-env && quanto-env/bin/pip install optimum-quanto==0.2.7 torch==2.13.0 safetensors
+    quanto-env/bin/python scripts/make_goldens.py quanto tests/golden/quanto.safetensors
 """
 
 from __future__ import annotations
@@ -16,9 +20,7 @@ from pydoc_data.topics import topics
 
 import numpy as np
 import torch
-from kvpress import AdaKVPress, CriticalAdaKVPress, CriticalKVPress, SnapKVPress, StreamingLLMPress
 from safetensors.numpy import save_file
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
 
 TOKENS = 600
 RATIOS = (0.5, 0.8)
@@ -27,6 +29,8 @@ WINDOWS = ((64, 5), (32, 5))
 
 def kept(model, ids: torch.Tensor, press, full: list[torch.Tensor]) -> np.ndarray:
     """``[layers, kv_heads, tokens]`` bool of the entries that a press keeps."""
+    from transformers import DynamicCache
+
     attentions = [layer.self_attn for layer in model.model.layers]
     for module in attentions:
         module.masked_key_indices = None
@@ -53,8 +57,10 @@ def kept(model, ids: torch.Tensor, press, full: list[torch.Tensor]) -> np.ndarra
     return torch.stack(out).numpy()
 
 
-def main() -> None:
-    folder, target = sys.argv[1:3]
+def kvpress(folder: str, target: str) -> None:
+    from kvpress import AdaKVPress, CriticalAdaKVPress, CriticalKVPress, SnapKVPress, StreamingLLMPress
+    from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
+
     torch.manual_seed(0)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     text = "\n".join(topics[name] for name in sorted(topics))[:6000]
@@ -79,9 +85,35 @@ def main() -> None:
                 out[f"{name}/{ratio}/{window}/{kernel}"] = kept(model, ids, press, full)
                 print(name, ratio, window, out[f"{name}/{ratio}/{window}/{kernel}"].sum((1, 2))[:3], flush=True)
     packed = {n: v if n == "ids" else np.packbits(v, axis=-1) for n, v in out.items()}
-    versions = {n: importlib.metadata.version(n) for n in ("kvpress", "transformers", "torch")}
-    save_file(packed, target, metadata=versions)
+    save_file(packed, target, metadata=versions("kvpress", "transformers", "torch"))
+
+
+def quanto(target: str) -> None:
+    from optimum.quanto import MaxOptimizer, qint2, qint4, quantize_weight
+    from optimum.quanto.tensor.grouped import ungroup
+
+    normal = [np.random.default_rng(seed).standard_normal for seed in (0, 1)]
+    inputs = ((normal[0]((64, 64)), 32), (normal[1]((128, 80)) * 3 + 1, 16))
+    out = {}
+    for x, size in inputs:
+        x = torch.from_numpy(x.astype(np.float32))
+        tokens, channels = x.shape
+        for bits, kind in ((2, qint2), (4, qint4)):
+            for name, axis in (("k", -1), ("v", 0)):  # keys: groups of tokens of a channel; values: of channels of a token
+                scales, shifts = MaxOptimizer()(x, kind, axis, size)
+                packed = quantize_weight(x, kind, axis, scales, shifts, size)._data
+                key = f"{name}/{bits}/{tokens}x{channels}"
+                out[f"{key}/codes"] = ungroup(packed.unpack(), axis, x.shape).contiguous().numpy()
+                for what, grid in (("scales", scales), ("shifts", shifts)):
+                    # quanto orders the groups of keys channel by channel
+                    grid = grid.reshape(channels, -1).T if name == "k" else grid.reshape(tokens, -1)
+                    out[f"{key}/{what}"] = grid.contiguous().numpy()
+    save_file(out, target, metadata=versions("optimum-quanto", "torch"))
+
+
+def versions(*packages: str) -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in packages}
 
 
 if __name__ == "__main__":
-    main()
+    {"kvpress": kvpress, "quanto": quanto}[sys.argv[1]](*sys.argv[2:])

@@ -61,7 +61,7 @@ def filled(policy, budget, prompt: int, dtype=torch.float16, model=None) -> Tier
 
 def grow(cache: TierCache) -> None:
     """One generated token as far as bytes are concerned: everything but the attention."""
-    arena = cache.arena
+    arena = cache.store
     if (arena.seen - arena.origin) % cache.policy.window == 0:
         arena.open_unit()
     arena.seen += 1
@@ -74,7 +74,7 @@ def grow(cache: TierCache) -> None:
 
 def check(cache: TierCache, budget: Budget, prompt: int) -> dict[str, int]:
     """Measured bytes are within the budget, equal the closed form, and every one of them has a name."""
-    arena, held = cache.arena, measure(cache)
+    arena, held = cache.store, measure(cache)
     layout = arena.layouts[0]
     where = f"{type(cache.policy).__name__}, prompt {prompt}, seen {arena.seen}, {budget}"
     assert held["other"] == 0, f"unnamed bytes: {held} ({where})"
@@ -156,7 +156,7 @@ def test_the_budget_is_used_up(name, fraction):
     budget = Budget(fraction, basis="prompt")
     cache = filled(policy, budget, prompt)
     g = cache.geometry
-    costs = policy.costs(g, cache.arena.layouts[0].sink)
+    costs = policy.costs(g, cache.store.layouts[0].sink)
     unit = costs.code_unit if policy.q else costs.full_unit
     allowed = budget.resolve(g, prompt, prompt)
     for _ in range(40):
@@ -169,7 +169,7 @@ def test_a_growing_budget_is_taken_up(name):
     """At every event the budget of the tokens so far is met to within the smallest unit per layer."""
     policy, budget, prompt = POLICIES[name], Budget(0.4), 500
     cache = filled(policy, budget, prompt)
-    g, arena = cache.geometry, cache.arena
+    g, arena = cache.geometry, cache.store
     costs = policy.costs(g, arena.layouts[0].sink)
     unit = costs.code_unit or costs.full_unit
     for _ in range(500):
@@ -183,7 +183,7 @@ def test_a_growing_budget_is_taken_up(name):
 def test_baselines_use_up_the_budget(policy):
     cache = filled(policy, Budget(0.5, basis="prompt"), 1000)
     unit = policy.costs(cache.geometry, 0).full_unit
-    left = cache.arena.layouts[0].budget_bytes - measure(cache)["total"]
+    left = cache.store.layouts[0].budget_bytes - measure(cache)["total"]
     assert 0 <= left < cache.geometry.layers * (unit + 1)
 
 
@@ -192,7 +192,7 @@ def test_no_slot_is_spare_when_tokens_abound():
     cache = filled(QEvict(), 0.3, 1000)
     for _ in range(200):
         grow(cache)
-        held, arena = measure(cache), cache.arena
+        held, arena = measure(cache), cache.store
         waiting = arena.layouts[0].interval + arena.layouts[0].window
         assert held["spare"] <= cache.geometry.full_bytes(waiting)
 
@@ -217,7 +217,7 @@ def test_fullkv_holds_exactly_the_tokens(dtype, prompt):
         held = measure(cache)
         room = held["full"] + held["spare"]
         assert held["other"] == held["codes"] == held["ledger"] == held["quant_meta"] == held["scores"] == 0
-        assert full_bytes(cache) == g.full_bytes(cache.arena.seen) <= room <= g.full_bytes(cache.arena.seen + 2 * 16)
+        assert full_bytes(cache) == g.full_bytes(cache.store.seen) <= room <= g.full_bytes(cache.store.seen + 2 * 16)
         assert held["total"] - room == held["ids"] + held["tables"] < 0.05 * room + 256
 
 
@@ -236,7 +236,7 @@ def test_measure_sees_foreign_tensors(llama):
     """A tensor that somebody hangs on the cache, however deep, is counted and shows up as `other`, at its full storage."""
     cache = filled(QEvict(), 0.5, 200)
     before = measure(cache)
-    cache.arena.notes = {"a": [torch.zeros(1000)[:1]]}
+    cache.store.notes = {"a": [torch.zeros(1000)[:1]]}
     after = measure(cache)
     assert before["other"] == 0
     assert after["other"] == 4000
@@ -252,7 +252,7 @@ def test_parts_follow_the_units(llama):
     g, ledger = cache.geometry, 0
     for _ in range(60):
         stream.feed(1)
-        held, arena = measure(cache), cache.arena
+        held, arena = measure(cache), cache.store
         full, coded = (p.grid("unit") for p in (arena.full, arena.coded))
         live, kept = int((coded >= 0).sum()), int((coded <= -3).sum())
         assert held["codes"] + held["quant_meta"] == live * g.kv_heads * arena.codec.unit_bytes()

@@ -128,10 +128,10 @@ class Oracle:
     def columns(self, unit: int, row: int, seen: int) -> np.ndarray:
         """Columns that a unit really holds: without padding, sinks, and what has not come yet."""
         column = self.grid(unit)
-        return column[(column >= self.stream.pad[row] + self.cache.arena.layouts[row].sink) & (column < seen)]
+        return column[(column >= self.stream.pad[row] + self.cache.store.layouts[row].sink) & (column < seen)]
 
     def heads(self, group: int) -> slice:
-        per = self.stream.heads // self.cache.arena.full.groups
+        per = self.stream.heads // self.cache.store.full.groups
         return slice(group * per, (group + 1) * per)
 
     # -- attention
@@ -145,7 +145,7 @@ class Oracle:
         k, v, seen = rounded(self.stream.k[layer]), rounded(self.stream.v[layer]), self.stream.seen
         visible = np.zeros(k.shape[:-1], bool)
         for b, pad in enumerate(self.stream.pad):
-            visible[b, :, pad : min(pad + self.cache.arena.layouts[b].sink, seen)] = True
+            visible[b, :, pad : min(pad + self.cache.store.layouts[b].sink, seen)] = True
         for (i, b, g), units in held.items():
             for u, x in units.items() if i == layer else ():
                 column, heads = self.columns(u, b, seen), self.heads(g)
@@ -188,8 +188,8 @@ class Oracle:
     # -- one call
 
     def feed(self, n: int) -> None:
-        first = self.cache.arena is None
-        held = None if first else holdings(self.cache.arena)
+        first = self.cache.store is None
+        held = None if first else holdings(self.cache.store)
         expected = []
         real = np.arange(self.stream.seen, self.stream.seen + n) >= self.stream.pad[:, None]
         out = self.stream.feed(n, lambda i, q, k, v: expected.append(self.attention(i, q, held)))
@@ -202,7 +202,7 @@ class Oracle:
 
     def watch(self) -> None:
         """Check what the prompt was turned into, then every routing event from now on."""
-        arena = self.cache.arena
+        arena = self.cache.store
         held = holdings(arena)
         self.check_scores(held)
         if not isinstance(self.policy, SnapKV):  # its smoothed prompt scores are tested with the method
@@ -237,7 +237,7 @@ class Oracle:
         arena.route = watched
 
     def unit_score(self, layer: int, row: int, group: int, unit: int) -> float:
-        tokens = self.score[layer][row, self.heads(group)][:, self.columns(unit, row, self.cache.arena.seen)]
+        tokens = self.score[layer][row, self.heads(group)][:, self.columns(unit, row, self.cache.store.seen)]
         return float(tokens.sum(-1).mean(0)) if self.policy.scored else 0.0
 
     def check_scores(self, held: dict) -> None:
@@ -246,12 +246,12 @@ class Oracle:
             return
         for place, units in held.items():
             for u, x in units.items():
-                if self.grid(u)[-1] < self.cache.arena.seen:
+                if self.grid(u)[-1] < self.cache.store.seen:
                     assert x["score"] == pytest.approx(self.unit_score(*place, u), abs=2e-4), f"score of unit {u} at {place}"
 
     def compare(self, place: tuple, before: dict, after: dict) -> None:
         """Tiers after an event against the slow re-selection."""
-        arena = self.cache.arena
+        arena = self.cache.store
         layout = arena.layouts[place[1]]
         if isinstance(self.policy, AdaKV | CriticalKV):  # who is chosen is tested with the methods; here, what becomes of it
             want = {u: after[u]["tier"] if u in after else EVICTED for u in before}
@@ -273,7 +273,7 @@ class Oracle:
 
     def remember_codes(self, held: dict) -> None:
         """A code is written once: it is compared with the first sight of it, wherever it is now."""
-        arena = self.cache.arena
+        arena = self.cache.store
         for (i, b, g), units in held.items():
             for u, x in units.items():
                 key = (i, b, g, u)
@@ -294,7 +294,7 @@ class Oracle:
         i, b, g, u = key
         position = np.broadcast_to(self.grid(u) - self.stream.pad[b], k.shape[:-1])
         self.decoded[key] = rotate(k, position, self.stream.inv_freq), v
-        column = self.columns(u, b, self.cache.arena.seen)
+        column = self.columns(u, b, self.cache.store.seen)
         own = column - self.grid(u)[0]
         if not len(own):
             return
@@ -375,11 +375,11 @@ def test_a_growing_budget_equals_the_oracle(name, lengths):
     policy, _, _ = ORACLES[name]
     oracle = Oracle(policy, Budget(0.4), lengths)
     oracle.feed(163)
-    slots = oracle.cache.arena.full.slots
+    slots = oracle.cache.store.full.slots
     for n in (*[1] * 50, 23, *[1] * 50):
         oracle.feed(n)
     assert oracle.counts["events"] >= 123 // 20
-    assert oracle.cache.arena.full.slots > slots
+    assert oracle.cache.store.full.slots > slots
 
 
 @pytest.mark.parametrize("lengths", [[1], [3], [30, 2, 4]], ids=["1", "3", "padded"])

@@ -1,4 +1,5 @@
-"""The sets of prompt tokens that methods keep, against kvpress (recorded by scripts/make_goldens.py), in fp32."""
+"""The sets of prompt tokens that methods keep, against kvpress (recorded by scripts/make_goldens.py) and against the code of
+DefensiveKV's authors (recorded numbers, revision in the file), in fp32."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from safetensors.numpy import load_file
 
 from baselines.adakv import AdaKV
 from baselines.criticalkv import AdaCriticalKV, CriticalKV
+from baselines.defensivekv import DefensiveKV, LayerDefensiveKV
 from baselines.snapkv import SnapKV
 from baselines.streaming_llm import StreamingLLM
 from conftest import call
@@ -17,8 +19,13 @@ from qevict import TierCache
 from qevict.budget import Layout
 from qevict.hf.loading import load_model
 
-GOLDEN = load_file(Path(__file__).parent / "golden/kvpress.safetensors")
-METHODS = {"snapkv": SnapKV, "adakv": AdaKV, "criticalkv": CriticalKV, "ada_criticalkv": AdaCriticalKV}
+FOLDER = Path(__file__).parent / "golden"
+GOLDEN = load_file(FOLDER / "kvpress.safetensors")
+AUTHORS = load_file(FOLDER / "defensivekv.safetensors")
+METHODS = {
+    "snapkv": SnapKV, "adakv": AdaKV, "criticalkv": CriticalKV, "ada_criticalkv": AdaCriticalKV,
+    "defensivekv": DefensiveKV, "layer_defensivekv": LayerDefensiveKV,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +38,7 @@ def kept(model, policy, tokens: int) -> np.ndarray:
     cache = TierCache(model, policy, 0.5)
     with torch.inference_mode():
         call(model, cache, torch.from_numpy(GOLDEN["ids"]).long()[None])
-    arena = cache.arena
+    arena = cache.store
     unit = arena.full.grid("unit")[:, 0].numpy()
     out = np.zeros((unit.shape[0], cache.geometry.kv_heads, tokens), dtype=bool)
     out[..., : arena.sink.shape[-2]] = True
@@ -48,7 +55,7 @@ def exactly(cls, keep: int):
     @dataclass(frozen=True)
     class Exact(cls):
         def layout(self, g, budget, prompt, seen):
-            local = getattr(self, "observe", keep - getattr(self, "sink", 0))
+            local = 0 if cls is LayerDefensiveKV else getattr(self, "observe", keep - getattr(self, "sink", 0))
             full = keep - local - getattr(self, "sink", 0)
             return Layout(1, 1, getattr(self, "sink", 0), local, local + 1, full, 0, None, None)
 
@@ -69,3 +76,17 @@ def test_kept_tokens_are_those_of_kvpress(model, key):
     got = kept(model, policy, tokens)
     same = (got == want).all(-1)
     assert same.all(), f"{int(same.sum())} of {same.size} heads equal; sizes {got.sum(-1)[~same]} and {want.sum(-1)[~same]}"
+
+
+@pytest.mark.parametrize("key", list(AUTHORS))
+def test_kept_tokens_are_those_of_the_authors(model, key):
+    name, keep, window, kernel = key.split("/")
+    tokens = len(GOLDEN["ids"])
+    want = np.unpackbits(AUTHORS[key], axis=-1)[..., :tokens].astype(bool)
+    assert want.sum() == int(keep) * want.shape[0] * want.shape[1]
+    got = kept(model, exactly(METHODS[name], int(keep))(observe=int(window), kernel=int(kernel)), tokens)
+    same = (got == want).all(-1)
+    if key == "layer_defensivekv/45/32/5":  # the cut falls among equal scores of layer 0: which of them is left to the sort
+        assert got[0].sum() == want[0].sum() == 47
+        same = same[1:]
+    assert same.all(), f"{int(same.sum())} of {same.size} heads equal; sizes {got.sum(-1)} and {want.sum(-1)}"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from baselines.snapkv import SnapKV
-from qevict.policy import rank_of
+from qevict.policy import Candidates, rank_of
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class AdaKV(SnapKV):
     alpha: float = 0.2
     safeguard: str = "window"
 
-    adaptive = True
+    shares = "heads"
 
     def __post_init__(self):
         super().__post_init__()
@@ -38,16 +38,16 @@ class AdaKV(SnapKV):
         if self.safeguard not in ("window", "prefix", "blend"):
             raise ValueError(f"safeguard={self.safeguard!r}: choose window, prefix or blend")
 
-    def allocate(self, score: Tensor, candidate: Tensor, full: Tensor) -> Tensor:
-        """Slots per head, ``[..., H, 1]``, summing to ``H * full``."""
-        heads = score.shape[-2]
+    def allocate(self, c: Candidates) -> Tensor:
+        """Slots per head, ``[..., H, 1]``, summing to ``H * even``."""
+        full, heads = c.even, c.score.shape[-2]
         keep = (self.alpha * (full + self.observe) + 1e-9).floor() - (self.observe if self.safeguard == "window" else 0)
         keep = torch.zeros_like(keep) if self.safeguard == "blend" else torch.minimum(keep.clamp_min(0), full)
-        score = score.masked_fill(~candidate, float("-inf"))
-        score = score.masked_fill(candidate & (rank_of(score) < keep), float("inf"))
+        score = c.score.masked_fill(~c.candidate, float("-inf"))
+        score = score.masked_fill(c.candidate & (rank_of(score) < keep), float("inf"))
         place = rank_of(score.flatten(-2))  # in the order of the whole layer
-        best = place.view_as(candidate) < heads * full
-        share = (best & candidate).sum(-1, keepdim=True).float()
+        best = place.view_as(score) < heads * full
+        share = (best & c.candidate).sum(-1, keepdim=True).float()
         if self.safeguard == "blend":
             share = share * (1 - self.alpha) + (self.alpha * full).floor()
         return exact_sum(share, heads * full)

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from baselines.adakv import AdaKV
 from baselines.snapkv import SnapKV
-from qevict.policy import rank_of
+from qevict.policy import Candidates, rank_of
 
 
-def two_stages(score: Tensor, candidate: Tensor, first: Tensor, norm: Tensor, epsilon: float) -> Tensor:
-    """Priority ``[..., H, U]``: the best ``first [..., 1]`` candidates by score lead, then ``(score + epsilon) * norm``."""
-    score = score.masked_fill(~candidate, float("-inf"))
-    return ((score + epsilon) * norm).masked_fill(rank_of(score) < first, float("inf"))
+def two_stages(c: Candidates, first: Tensor, queries: int, epsilon: float) -> Tensor:
+    """Priority ``[..., H, U]``: the best ``first [..., 1]`` candidates by score lead, then (score per query + epsilon) * norm."""
+    score = (c.score / queries).masked_fill(~c.candidate, float("-inf"))
+    return ((score + epsilon) * c.weight).masked_fill(rank_of(score) < first, float("inf"))
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class CriticalKV(SnapKV):
     epsilon: float = 1e-4
     first_stage: float = 0.5
 
-    weighs_values = True
+    weighs_values = "at_event"
 
-    def rank(self, score: Tensor, candidate: Tensor, full: Tensor, norm: Tensor) -> Tensor:
-        first = (self.first_stage * (full + self.observe)).clamp_min(1).floor() - self.observe
-        return two_stages(score / self.observe, candidate, first, norm, self.epsilon)
+    def rank(self, c: Candidates) -> Tensor:
+        first = (self.first_stage * (c.full + self.observe)).clamp_min(1).floor() - self.observe
+        return two_stages(c, first, self.observe, self.epsilon)
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,9 @@ class AdaCriticalKV(AdaKV):
     epsilon: float = 1e-4
     first_stage: float = 0.5
 
-    weighs_values = True
+    weighs_values = "at_event"
 
-    def rank(self, score: Tensor, candidate: Tensor, full: Tensor, norm: Tensor) -> Tensor:
-        even = full.float().mean(-2, keepdim=True)
-        safe = (self.alpha * (even + self.observe) + 1e-9).floor().clamp_min(1)
-        first = torch.maximum(safe, (self.first_stage * (full + self.observe)).floor()) - self.observe
-        return two_stages(score / self.observe, candidate, first, norm, self.epsilon)
+    def rank(self, c: Candidates) -> Tensor:
+        safe = (self.alpha * (c.even + self.observe) + 1e-9).floor().clamp_min(1)
+        first = torch.maximum(safe, (self.first_stage * (c.full + self.observe)).floor()) - self.observe
+        return two_stages(c, first, self.observe, self.epsilon)

@@ -9,13 +9,14 @@ by query, which would cost more bytes than the budget has.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from qevict.budget import Budget, Geometry, Layout, protected_units, require
-from qevict.policy import Policy, PromptView
+from qevict.policy import Candidates, Policy, PromptView
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class SnapKV(Policy):
 
     window = 1
     per_head = True
-    scored = True
+    channels = ("score",)
 
     def __post_init__(self):
         super().__post_init__()
@@ -55,10 +56,10 @@ class SnapKV(Policy):
     def layout(self, g: Geometry, budget: Budget, prompt: int, seen: int) -> Layout:
         if budget.unlimited:
             return self.keep_everything(prompt)
-        costs, least = self.costs(g, 0), self.observe + 2
+        costs, least = self.costs(g, 0, budget.once), self.observe + 2
         what = f"an observation window of {self.observe} tokens, one selected and one new token"
         slots = least + require(g, costs, budget, least, what, prompt, seen) // costs.full_unit
-        interval = max(1, min(self.interval, (slots - self.observe) // 4))
+        interval = 0 if budget.once else max(1, min(self.interval, (slots - self.observe) // 4))
         protected = protected_units(1, interval, self.observe)
         return Layout(
             1, interval, 0, self.observe, protected, slots - protected, 0,
@@ -71,18 +72,23 @@ class SnapKV(Policy):
         out = (avg_pool1d if self.pooling == "avg" else max_pool1d)(flat, self.kernel, stride=1, padding=pad)
         return out.view_as(score)
 
-    def prompt_scores(self, view: PromptView) -> Tensor:
+    def prompt_scores(self, view: PromptView) -> dict[str, Tensor]:
         mass = view.mass(self.observe)
         prefix = max(0, view.length - self.observe)
         if prefix:
             mass[..., :prefix] = self.pool(mass[..., :prefix])
-        return mass
+        return {"score": mass}
 
-    def refresh(self, score: Tensor, unit: Tensor) -> Tensor:
+    def refresh(self, c: Candidates) -> Candidates:
         """Pooled along the stored tokens in the order of their positions (slots are in no order)."""
-        order = unit.argsort(dim=-1, stable=True)
-        score = score.masked_fill(unit < 0, 0)  # what a free slot last held
-        return self.pool(score.gather(-1, order)).gather(-1, order.argsort(-1))
+        return replace(c, score=in_order(self.pool, c.score, c.unit))
 
     def carry(self, score: Tensor, interval: int) -> Tensor:
         return score * max(0.0, 1 - interval / self.observe)
+
+
+def in_order(function: Callable[[Tensor], Tensor], x: Tensor, unit: Tensor) -> Tensor:
+    """Apply a function along the last axis of ``x`` in the order of the units' ids; free slots (negative ids) count as zero."""
+    order = unit.argsort(dim=-1, stable=True)
+    x = x.masked_fill(unit < 0, 0)  # what a free slot last held
+    return function(x.gather(-1, order)).gather(-1, order.argsort(-1))

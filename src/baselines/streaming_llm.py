@@ -41,9 +41,9 @@ class StreamingLLM(Policy):
     def layout(self, g: Geometry, budget: Budget, prompt: int, seen: int) -> Layout:
         if budget.unlimited:
             return self.keep_everything(prompt)
-        costs = self.costs(g, self.sink)
+        costs, new = self.costs(g, self.sink, budget.once), int(not budget.once)
         left = require(g, costs, budget, 2, f"{self.sink} sink tokens and 2 recent tokens", prompt, seen)
         recent = 2 + left // costs.full_unit
         return Layout(
-            1, 1, self.sink, recent - 1, recent, 0, 0, budget.resolve(g, prompt, seen), costs.total(g, recent, 0)
+            1, new, self.sink, recent - new, recent, 0, 0, budget.resolve(g, prompt, seen), costs.total(g, recent, 0)
         )  # fmt: skip

@@ -102,7 +102,7 @@ def generate(model, cache: TierCache, prompt: Prompt, max_new_tokens: int, stop:
         held.read(cache)
     steps = len(tokens) - 1 if len(tokens) == max_new_tokens else len(tokens)
     budget = cache.budget
-    limit = budget.resolve(cache.geometry, len(prompt.context), cache.arena.seen)
+    limit = budget.resolve(cache.geometry, len(prompt.context), cache.store.seen)
     return Generation(
         tokens=tokens,
         stopped="length" if token not in stop else "eos",

@@ -6,7 +6,7 @@ Parts of a report (bytes):
 * ``codes``, ``quant_meta``: codes, scales and zeros that attention reads
 * ``ledger``: codes, scales and zeros of promoted units (their full copy is the one being read)
 * ``ids``: unit ids, ledger links, write positions, per-sequence positions
-* ``scores``: accumulated attention mass
+* ``scores``: accumulated attention, weights of values
 * ``tables``: rotary frequencies
 * ``spare``: allocated slots that hold nothing
 * ``other``: any tensor reachable from the cache that the store did not name; its test value is 0
@@ -22,7 +22,7 @@ from qevict.hf.cache import TierCache
 from qevict.store.pool import FIRST_LEDGER, Pool
 
 PARTS = ("full", "codes", "quant_meta", "ledger", "ids", "scores", "tables", "spare", "other")
-RECORD_PART = {"unit": "ids", "link": "ids", "score": "scores"}
+RECORD_PART = {"unit": "ids", "link": "ids", "score": "scores", "peak": "scores", "weight": "scores"}
 
 
 def _tensors(root: object) -> dict[int, torch.Tensor]:
@@ -73,7 +73,7 @@ def measure(cache: TierCache) -> dict[str, int]:
     """Persistent bytes of a cache by part, and their sum under ``total``. Measured on its storages, never computed."""
     out = dict.fromkeys(PARTS, 0)
     everything = sum(_size(t) for t in _tensors(cache).values())
-    arena = cache.arena
+    arena = cache.store
     if arena is not None:
         pools = [_pool(arena.full, lambda name: "full")]
         if arena.coded is not None:
@@ -91,5 +91,5 @@ def measure(cache: TierCache) -> dict[str, int]:
 
 def full_bytes(cache: TierCache) -> int:
     """``M_full`` of what the cache has seen, padding included, as an uncompressed cache would hold it."""
-    arena = cache.arena
+    arena = cache.store
     return cache.geometry.full_bytes(arena.seen) * arena.batch if arena else 0

@@ -15,10 +15,12 @@ from qevict.fields import check
 from qevict.store.codec import WindowCodec
 
 BASES = ("current", "prompt", "total")
+DECODE = ("capped", "grow")
 ID_BYTES = 4  # int32 unit id (gives the positions)
 SCORE_BYTES = 4  # float32 accumulated score
 LINK_BYTES = 4  # int32 slot of a full window's code in the write-once ledger
 WRITE_BYTES = 8  # int64 index of the unit that new tokens go to, per layer, row and KV head
+WEIGHT_BYTES = 2  # float16 weight of a unit's values
 SHARE_BYTES = 4  # int32 number of slots of a KV head, where heads differ
 ROW_BYTES = 32  # int64 first column, position shift, padding and evicted count of a sequence
 
@@ -61,6 +63,9 @@ class Budget:
         tokens: as many bytes as FullKV needs for that many tokens.
         basis: the ``S`` of a fraction: ``current`` (prompt + generated so far), ``prompt``, or ``total`` (prompt + max_new_tokens).
         max_new_tokens: needed by ``basis='total'``.
+        decode: ``capped`` holds the budget at every step, by selecting again among what is stored; ``grow`` holds it at the end
+            of the prompt only: nothing is selected again and generated tokens stay (the authors' one-shot behaviour), so the
+            ratio rises above the budget.
     """
 
     fraction: float | None = None
@@ -68,6 +73,7 @@ class Budget:
     tokens: int | None = None
     basis: str = "current"
     max_new_tokens: int | None = None
+    decode: str = "capped"
 
     def __post_init__(self):
         given = {"budget": self.fraction, "budget_bytes": self.nbytes, "budget_tokens": self.tokens}
@@ -85,6 +91,8 @@ class Budget:
             raise BudgetError(f"{name}={value} is not positive: give at least 1")
         if self.basis not in BASES:
             raise BudgetError(f"budget basis {self.basis!r}: choose one of {', '.join(BASES)}")
+        if self.decode not in DECODE:
+            raise BudgetError(f"decode={self.decode!r}: choose one of {', '.join(DECODE)}")
         if self.basis == "total" and not self.max_new_tokens:
             raise BudgetError("budget basis 'total' needs max_new_tokens > 0")
 
@@ -92,6 +100,11 @@ class Budget:
         if self.fraction is not None:
             return f"{self.fraction:g}"
         return f"{self.nbytes}B" if self.nbytes is not None else f"{self.tokens}tok"
+
+    @property
+    def once(self) -> bool:
+        """Only one selection, at the end of the prompt."""
+        return self.decode == "grow"
 
     @property
     def unlimited(self) -> bool:
@@ -114,7 +127,7 @@ class Layout:
     """Slots of one sequence in every layer. One unit is ``window`` consecutive tokens.
 
     ``full`` and ``codes`` are K_f and K_q of the paper; ``protected`` units hold the local region and the tokens that
-    arrive until the next routing event, ``interval`` tokens later. ``local`` tokens are never candidates.
+    arrive until the next routing event, ``interval`` tokens later (0: there is no event). ``local`` tokens are never candidates.
     """
 
     window: int
@@ -149,15 +162,16 @@ class Costs:
         window: int,
         groups: int,
         sink: int,
-        scored: bool,
         codec: WindowCodec | None,
+        channels: int,
+        weighted: bool,
         linked: bool,
-        adaptive: bool,
+        ragged: bool,
     ):
-        record = ID_BYTES + (SCORE_BYTES if scored else 0)
+        record = ID_BYTES + SCORE_BYTES * channels
         return cls(
-            fixed=sink * g.token_bytes + g.kv_heads * (WRITE_BYTES + (SHARE_BYTES if adaptive else 0)),
-            full_unit=window * g.token_bytes + groups * (record + (LINK_BYTES if linked else 0)),
+            fixed=sink * g.token_bytes + g.kv_heads * (WRITE_BYTES + (SHARE_BYTES if ragged else 0)),
+            full_unit=window * g.token_bytes + groups * (record + WEIGHT_BYTES * weighted + LINK_BYTES * linked),
             code_unit=g.kv_heads * codec.unit_bytes() + groups * record if codec else 0,
         )
 
@@ -167,7 +181,8 @@ class Costs:
 
 
 def protected_units(window: int, interval: int, local: int) -> int:
-    """Units needed for ``local`` tokens, a unit in progress, and ``interval`` new tokens between two routing events."""
+    """Units needed for ``local`` tokens, a unit in progress, and ``interval`` new tokens between two routing events (0: there
+    are none)."""
     return -(-(local + window - gcd(window, interval) + interval) // window)
 
 

@@ -53,7 +53,7 @@ class QEvict(Policy):
     score_source: str = "every_step"
     promotion: str = "on"
 
-    scored = True
+    channels = ("score",)
 
     def __post_init__(self):
         super().__post_init__()
@@ -104,10 +104,9 @@ class QEvict(Policy):
         """K_f and K_q of the paper's budget equations, in real bytes. A promoted window keeps its slot among the K_q."""
         if budget.unlimited:
             return self.keep_everything(prompt)
-        costs = self.costs(g, self.sink)
-        what = f"{self.sink} sink tokens, {self.window} recent tokens and the {self.step} up to the next routing event"
-        least = protected_units(self.window, self.step, self.window)
-        require(g, costs, budget, least, what, prompt, seen)
+        costs, step = self.costs(g, self.sink, budget.once), 0 if budget.once else self.step
+        what = f"{self.sink} sink tokens, {self.window} recent tokens and the {step} up to the next routing event"
+        least = protected_units(self.window, step, self.window)
         history = require(g, costs, budget, least, what, prompt, seen)
         share = int(self.local_fraction * budget.resolve(g, prompt, seen) / g.layers)
         # The local share also holds the tokens on their way to the next event, and never eats what sinks and ids need.
@@ -116,13 +115,13 @@ class QEvict(Policy):
         full = int((1 - self.q) * history) // costs.full_unit
         # What the floor of K_f leaves over is spent on codes, so that the budget is met to within one coded window.
         codes = (history - full * costs.full_unit) // costs.code_unit if self.q else 0
-        local = (protected - protected_units(self.window, self.step, 0)) * self.window
+        local = (protected - protected_units(self.window, step, 0)) * self.window
         return Layout(
-            self.window, self.step, self.sink, local, protected, full, codes,
+            self.window, step, self.sink, local, protected, full, codes,
             budget.resolve(g, prompt, seen), costs.total(g, protected + full, codes),
         )  # fmt: skip
 
-    def prompt_scores(self, view: PromptView) -> Tensor:
+    def prompt_scores(self, view: PromptView) -> dict[str, Tensor]:
         """Attention mass of the prompt's queries, mean over the heads that choose together: S_0 of the paper."""
         mass = view.mass(self.prompt_queries)
-        return mass if self.per_head else mass.mean(1, keepdim=True)
+        return {"score": mass if self.per_head else mass.mean(1, keepdim=True)}

@@ -4,9 +4,11 @@ A method is a frozen dataclass of hyper-parameters that answers these questions 
 
 * ``layout``: how do bytes become slots (storage and allocation)?
 * ``prompt_scores``: how important is each prompt token (score)?
-* ``allocate``: how do the heads of a layer share its slots (allocation)?
+* ``allocate``: how do heads, or heads and layers, share the slots (allocation)?
 * ``refresh`` and ``rank``: how are units ranked, at the end of the prompt and at a routing event (score)?
 * ``carry``: what remains of a unit's score after an event?
+
+A selection happens at the end of the prompt and, unless the budget says ``decode: grow``, at every routing event after it.
 
 Axis letters: B sequences, H KV heads, G groups that choose alike (1: the whole layer, H: each KV head), T tokens,
 U units of ``window`` consecutive tokens.
@@ -16,12 +18,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from qevict.budget import Budget, BudgetError, Costs, Geometry, Layout
-from qevict.engine.reference import causal_attention_mass
+from qevict.engine.reference import causal_attention, causal_attention_mass
 from qevict.fields import check_fields
 from qevict.store.codec import WindowCodec
 
@@ -39,9 +42,12 @@ class Policy:
     Attributes:
         window: tokens per unit.
         per_head: each KV head chooses for itself (G = H) instead of the whole layer (G = 1).
-        adaptive: the heads of a layer share its full-precision slots as ``allocate`` says (needs ``per_head`` and window 1).
-        weighs_values: ``rank`` wants the norm of each unit's projected values.
-        scored: units carry a score, which costs 4 bytes each.
+        shares: who shares full-precision slots as ``allocate`` says: the ``heads`` of a layer, or all heads of all
+            ``layers`` (the prompt then stays uncompressed until the last layer); needs ``per_head`` and window 1.
+        weighs_values: ``rank`` wants a weight of each unit's values. ``at_event``: their projected norm, computed from what
+            is stored; ``at_arrival``: ``value_weight`` of a new token's norms in all heads, kept in 2 bytes (needs window 1).
+        channels: what units collect, 4 bytes each: ``score`` (attention mass: sum over queries, mean over a KV head's query
+            group) and perhaps ``peak`` (highest attention of any query and group member).
         prompt_queries: how many of the last prompt queries ``prompt_scores`` reads; ``None`` means all of them.
         mass_every_step: attention mass is collected at every decode step (else only at the step of a routing event).
         promotion: ``on`` copies a coded window back to full precision, ``off`` only changes its rank (it stays coded),
@@ -51,9 +57,9 @@ class Policy:
 
     window = 8
     per_head = False
-    adaptive = False
-    weighs_values = False
-    scored = False
+    shares: ClassVar[str | None] = None
+    weighs_values: ClassVar[str | None] = None
+    channels: ClassVar[tuple[str, ...]] = ()
     prompt_queries = 0
     mass_every_step = True
     promotion = "on"
@@ -61,6 +67,10 @@ class Policy:
 
     def __post_init__(self):
         check_fields(self)
+
+    @property
+    def scored(self) -> bool:
+        return bool(self.channels)
 
     def groups(self, g: Geometry) -> int:
         return g.kv_heads if self.per_head else 1
@@ -74,16 +84,18 @@ class Policy:
         """Full units may own a code in the ledger (4 bytes each to find it)."""
         return False
 
-    def costs(self, g: Geometry, sink: int) -> Costs:
+    def costs(self, g: Geometry, sink: int, once: bool = False) -> Costs:
+        """Bytes of what a layout holds; with ``once`` nothing is kept for a later selection."""
         return Costs.of(
             g,
             window=self.window,
             groups=self.groups(g),
             sink=sink,
-            scored=self.scored,
             codec=self.codec(g),
-            linked=self.linked,
-            adaptive=self.adaptive,
+            channels=0 if once else len(self.channels),
+            weighted=self.weighs_values == "at_arrival" and not once,
+            linked=self.linked and not once,
+            ragged=self.shares is not None,
         )
 
     def layout(self, g: Geometry, budget: Budget, prompt: int, seen: int) -> Layout:
@@ -100,27 +112,59 @@ class Policy:
         units = -(-(prompt + 1) // self.window)
         return Layout(self.window, None, 0, EVERYTHING, units, 0, 0, None, None)
 
-    def prompt_scores(self, view: PromptView) -> Tensor:
-        """``[B, G, T]`` importance of the prompt's tokens (higher is better). Called only if ``scored``."""
+    def prompt_scores(self, view: PromptView) -> dict[str, Tensor]:
+        """What each prompt token has collected, ``[B, G, T]`` per channel. Called only if ``scored``."""
         raise NotImplementedError
 
-    def refresh(self, score: Tensor, unit: Tensor) -> Tensor:
-        """At a routing event, before ranking: what units have collected, as the prompt's scores were made (smoothing).
-        ``unit`` holds ids, negative where a slot is free. Both ``[..., U]``."""
-        return score
+    def value_weight(self, norm: Tensor) -> Tensor:
+        """For ``weighs_values: at_arrival``: weight of tokens from their projected norms, both ``[B, H, t]``."""
+        return norm
 
-    def allocate(self, score: Tensor, candidate: Tensor, full: Tensor) -> Tensor:
-        """For ``adaptive``: full units of each head, ``[..., H, 1]`` integers that sum to ``H * full`` (``full [..., 1, 1]``)."""
+    def refresh(self, c: Candidates) -> Candidates:
+        """At a routing event, before ranking: what units have collected, as the prompt's scores were made (smoothing)."""
+        return c
+
+    def allocate(self, c: Candidates) -> Tensor:
+        """For ``shares``: full units of each head, ``[..., H, 1]`` integers that sum to ``H * even`` per layer (``heads``,
+        leading axes may be layers and sequences) or to ``L * H * even`` per sequence (``layers``, leading axes ``[L, B]``)."""
         raise NotImplementedError
 
-    def rank(self, score: Tensor, candidate: Tensor, full: Tensor, norm: Tensor | None) -> Tensor:
-        """Priority of candidates, higher is better. All ``[..., G, U]``; ``full [..., G or 1, 1]`` is how many stay in full;
-        ``norm`` is the mean projected value norm of each unit, if ``weighs_values``."""
-        return score
+    def rank(self, c: Candidates) -> Tensor:
+        """Priority of units ``[..., G, U]``, higher is better. ``c.full`` is what ``allocate`` said."""
+        return c.score
 
     def carry(self, score: Tensor, interval: int) -> Tensor:
-        """Score that units start the next ``interval`` tokens with."""
+        """What units start the next ``interval`` tokens with, for each channel."""
         return score
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Units to select from. All ``[..., G, U]`` unless said; leading axes are sequences, or layers and sequences.
+
+    Attributes:
+        unit: ids (token order); negative where a slot is free.
+        candidate: may be kept or dropped; the others are protected, or free slots.
+        score, peak: what the units have collected; None where the method has no such channel.
+        weight: of the units' values, None unless the method weighs them.
+        even: ``[..., 1, 1]`` full units per group beside the protected ones, if all had the same.
+        full: ``[..., G or 1, 1]`` full units per group.
+    """
+
+    unit: Tensor
+    candidate: Tensor
+    score: Tensor
+    peak: Tensor | None
+    weight: Tensor | None
+    even: Tensor
+    full: Tensor
+
+    @staticmethod
+    def stack(layers: list[Candidates]) -> Candidates:
+        """Those of single layers as one, ``[L, ...]``."""
+        names = Candidates.__dataclass_fields__
+        columns = {n: [getattr(c, n) for c in layers] for n in names}
+        return Candidates(**{n: None if c[0] is None else torch.stack(c) for n, c in columns.items()})
 
 
 @dataclass(frozen=True)
@@ -139,6 +183,10 @@ class PromptView:
     def mass(self, last: int | None) -> Tensor:
         """``[B, H, T]`` attention mass of the last ``last`` real queries (``None``: all), mean over each head's query group."""
         return causal_attention_mass(self.q, self.k, self.real, self.scaling, last)
+
+    def attention(self, rows: Tensor) -> Tensor:
+        """``[B, H, group, rows, T]`` attention of the queries at columns ``rows``; zero where a query is padding."""
+        return causal_attention(self.q, self.k, self.real, self.scaling, rows)
 
     @cached_property
     def length(self) -> int:

@@ -26,15 +26,18 @@ class Block:
     turned_query: Tensor | None = None
 
 
-def attend(q: Tensor, blocks: Iterable[Block], scaling: float, mass_queries: int | None = 0) -> tuple[Tensor, list[Tensor] | None]:
+def attend(
+    q: Tensor, blocks: Iterable[Block], scaling: float, mass_queries: int | None = 0, peak: bool = False
+) -> tuple[Tensor, list[Tensor] | None]:
     """Softmax attention of ``q [B, H_q, n, d]`` over all blocks together.
 
     Args:
         mass_queries: attention mass is summed over the last so many queries (0: none wanted, ``None``: all).
+        peak: also want the highest attention of any of those queries and of any head of the group.
 
     Returns:
         output ``[B, H_q, n, d]`` in q's dtype, and per block the mass ``[B, H, units]`` (mean over each KV head's
-        query group, summed over the queries), or None.
+        query group, summed over the queries), or None. With ``peak``: ``[2, B, H, units]``, mass and peak.
     """
     batch, heads, n, dim = q.shape
     counted = n if mass_queries is None else min(mass_queries, n)
@@ -67,31 +70,40 @@ def attend(q: Tensor, blocks: Iterable[Block], scaling: float, mass_queries: int
     if not counted:
         return out, None
     last, norm = top[..., n - counted :, :], total[..., n - counted :, :]
-    return out, [(units * ((shift - last).exp_() / norm)).sum(-2).mean(2) for units, shift in pieces]
+    shares = (units * ((shift - last).exp_() / norm) for units, shift in pieces)
+    if peak:
+        return out, [torch.stack((p.sum(-2).mean(2), p.amax((2, 3)))) for p in shares]
+    return out, [p.sum(-2).mean(2) for p in shares]
+
+
+def causal_attention(q: Tensor, k: Tensor, real: Tensor, scaling: float, rows: Tensor) -> Tensor:
+    """Attention that the prompt's queries at columns ``rows`` (ascending) pay to every token up to the last of them.
+
+    q ``[B, H_q, T, d]``, k ``[B, H, T, d]``, ``real [B, T]`` False on (left) padding.
+
+    Returns:
+        ``[B, H, group, rows, T]`` fp32; zero for a query that is padding.
+    """
+    length = q.shape[-2]
+    part = q[:, :, rows].float().unflatten(1, (k.shape[1], -1))
+    visible = (torch.arange(length, device=k.device) <= rows[:, None]) & real[:, None, :]
+    logits = (part @ k.float().transpose(-1, -2).unsqueeze(2) * scaling).masked_fill(~visible[:, None, None], float("-inf"))
+    return logits.softmax(-1).nan_to_num_()
 
 
 def causal_attention_mass(q: Tensor, k: Tensor, real: Tensor, scaling: float, last: int | None) -> Tensor:
-    """Attention mass that the last ``last`` real queries (``None``: all) of a prompt put on every token.
-
-    q ``[B, H_q, T, d]``, k ``[B, H, T, d]``, ``real [B, T]`` False on (left) padding. Queries are taken in blocks, so no
-    ``T x T`` matrix is ever made.
+    """Attention mass that the last ``last`` real queries (``None``: all) of a prompt put on every token, as
+    :func:`causal_attention`. Queries are taken in blocks, so no ``T x T`` matrix is ever made.
 
     Returns:
         ``[B, H, T]`` fp32, summed over the queries, mean over each KV head's query group.
     """
-    batch, heads, length, dim = q.shape
-    kv_heads = k.shape[1]
+    length = q.shape[-2]
     start = 0 if last is None else max(0, length - last)
-    keys = k.float().transpose(-1, -2).unsqueeze(2)
-    columns = torch.arange(length, device=k.device)
-    mass = torch.zeros(batch, kv_heads, length, device=k.device)
+    mass = torch.zeros(*k.shape[:2], length, device=k.device)
     for lo in range(start, length, QUERY_BLOCK):
-        hi = min(lo + QUERY_BLOCK, length)
-        part = q[:, :, lo:hi].float().view(batch, kv_heads, heads // kv_heads, hi - lo, dim)
-        visible = (columns <= columns[lo:hi, None]) & real[:, None, :]
-        logits = (part @ keys * scaling).masked_fill(~visible[:, None, None], float("-inf"))
-        weights = logits.softmax(-1).nan_to_num_()  # a query that is padding sees nothing
-        mass += weights.sum(-2).mean(2)
+        rows = torch.arange(lo, min(lo + QUERY_BLOCK, length), device=k.device)
+        mass += causal_attention(q, k, real, scaling, rows).sum(-2).mean(2)
     return mass
 
 

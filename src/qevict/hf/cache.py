@@ -9,7 +9,6 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from qevict.budget import Budget, Geometry
-from qevict.engine.reference import Block, attend
 from qevict.hf.attention import NAME
 from qevict.hf.rope import Rope
 from qevict.policy import Policy, PromptView
@@ -121,9 +120,8 @@ class TierCache(Cache):
 
     def reset(self):
         """Forget everything: ready for another prompt."""
-        self.arena: Arena | None = None
-        self.chunks: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
-        self.turn_open = True
+        self.store: Arena | None = None
+        self.turn_open, self._real = True, None
         for layer in self.layers:
             layer.seen, layer.pending = 0, None
 
@@ -134,7 +132,7 @@ class TierCache(Cache):
     @torch.no_grad()
     def attend(self, index, module, q, k, v, mask, scaling, positions, **kwargs) -> Tensor:
         """One layer of one forward call. q ``[B, H_q, n, d]``, k and v ``[B, H, n, d]``, all after RoPE."""
-        n, last = q.shape[-2], index == self.geometry.layers - 1
+        n = q.shape[-2]
         if scaling is None:
             scaling = q.shape[-1] ** -0.5
         if index == 0:
@@ -146,28 +144,27 @@ class TierCache(Cache):
                 self.layers[0].seen -= n
                 raise
         if self._in_prompt:
-            out = self._prompt(index, module, q, k, v, mask, scaling, **kwargs)
-        elif n == 1:
-            out = self._decode(index, q, k, v, scaling)
+            out = sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **kwargs)[0].transpose(1, 2)
+            self.store.ingest(index, PromptView(q, k, v, self._real, scaling), module)
         else:
-            out = self._chunk(index, q, k, v, scaling)
-        if last:
-            self._end()
+            out = (self.store.decode if n == 1 else self.store.turn)(index, q, k, v, scaling)
+        if index == self.geometry.layers - 1:
+            self.store.end()
+            self._real = None
         return out.transpose(1, 2).contiguous()
 
     def _begin(self, n: int, k: Tensor, mask: Tensor | None, positions: Tensor | None) -> None:
-        self._in_prompt = self.arena is None
+        self._in_prompt = self.store is None
         if self._in_prompt:
             real, shift = _prompt_grid(k.shape[0], n, mask, positions, k.device)
-            self.arena = Arena(self.geometry, self.policy, self.budget, self.rope, real, shift)
+            self.store = Arena(self.geometry, self.policy, self.budget, self.rope, real, shift)
+            self._real = real
             self.turn_open = False
         elif n == 1:
             self.turn_open = True
-            if (self.arena.seen - self.arena.origin) % self.policy.window == 0:
-                self.arena.open_unit()
-            self.arena.seen += 1
+            self.store.begin()
         else:
-            if not self.turn_open and self.arena.next_due is not None:
+            if not self.turn_open and self.store.next_due is not None:
                 raise ValueError(
                     "two multi-token calls in a row: chunked prefill is refused, because each chunk would be compressed before "
                     "the prompt is complete, which differs from compressing the prompt; send the prompt in one call, or, "
@@ -179,62 +176,18 @@ class TierCache(Cache):
                 )
             self.turn_open = False
 
-    def _prompt(self, index, module, q, k, v, mask, scaling, **kwargs) -> Tensor:
-        out = sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **kwargs)[0].transpose(1, 2)
-        arena, scores = self.arena, None
-        if self.policy.scored:
-            real = torch.arange(arena.prompt, device=k.device) >= arena.rows[2].unsqueeze(-1)
-            scores = self.policy.prompt_scores(PromptView(q, k, v, real, scaling))
-        arena.ingest(index, k, v, scores, module)
-        return out
-
-    def _decode(self, index, q, k, v, scaling) -> Tensor:
-        arena, policy = self.arena, self.policy
-        arena.append(index, k, v)
-        wanted = policy.scored and (policy.mass_every_step or arena.seen == arena.next_due)
-        out, mass = attend(q, arena.blocks(index, q), scaling, mass_queries=1 if wanted else 0)
-        if wanted:
-            arena.collect(index, mass)
-        return out
-
-    def _chunk(self, index, q, k, v, scaling) -> Tensor:
-        """Several tokens on a store that is not empty: a new turn. Its tokens are stored when all layers have seen them."""
-        arena, n = self.arena, q.shape[-2]
-        causal = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()[None, None]
-        blocks = [*arena.blocks(index, q), Block(k, v, causal, 1)]
-        queries = self.policy.prompt_queries if self.policy.scored else 0
-        out, mass = attend(q, blocks, scaling, mass_queries=queries)
-        own = None
-        if mass is not None:
-            own = mass.pop()
-            arena.collect(index, mass)
-        self.chunks[index] = (k, v, own)
-        return out
-
-    def _end(self) -> None:
-        """After the last layer: store a turn's tokens, hold routing events."""
-        arena = self.arena
-        if self._in_prompt:
-            arena.count_evicted()
-        elif self.chunks:
-            k, v, own = zip(*(self.chunks.pop(i) for i in range(self.geometry.layers)), strict=True)
-            arena.extend(torch.stack(k), torch.stack(v), None if own[0] is None else torch.stack(own))
-        else:
-            arena.route()
-        arena.carry()
-
     # -- batch changes (beam search, contrastive search) ---------------------------------------------------------------
 
     def reorder_cache(self, beam_idx: Tensor):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor):
-        if self.arena is not None:
-            self.arena.select_rows(indices)
+        if self.store is not None:
+            self.store.select_rows(indices)
 
     def batch_repeat_interleave(self, repeats: int):
-        if self.arena is not None:
-            self.arena.select_rows(torch.arange(self.arena.batch).repeat_interleave(repeats))
+        if self.store is not None:
+            self.store.select_rows(torch.arange(self.store.batch).repeat_interleave(repeats))
 
     def crop(self, *args):
         self.layers[0].crop()

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from qevict.budget import Budget, Geometry, Layout
-from qevict.engine.reference import Block, projected_norm
+from qevict.engine.reference import Block, attend, projected_norm
 from qevict.hf.rope import Rope
-from qevict.policy import CODED, FULL, Policy, select
-from qevict.store.pool import EMPTY, Pool, pair
+from qevict.policy import Candidates, Policy, PromptView
+from qevict.store.pool import EMPTY, Pool
+from qevict.store.prompt import ingest
 from qevict.store.routing import route
 
 BLOCK_TOKENS = 512  # tokens decoded or widened to fp32 at a time
@@ -46,29 +47,40 @@ class Arena:
         self.lengths = [self.prompt - p for p in pad.tolist()]  # prompt tokens of each sequence
         self.layouts: list[Layout | None] = [None] * self.batch
         self.due: list[int | None] = [None] * self.batch  # column of each sequence's next routing event
-        self._plan(list(range(self.batch)))
+        self._plan(self.everyone)
         sinks = self._most("sink")  # the same for all sequences
         self.sinks_end = int(pad.max()) + sinks  # first column that is a sink of no sequence
         # int64 [4, B]: first column after the sinks, position - column, padding, tokens evicted behind the sinks
         self.rows = torch.stack((pad + sinks, shift, pad, torch.zeros_like(pad)))
         g, heads = geometry, (geometry.layers, self.batch, geometry.kv_heads)
-        groups, scored = policy.groups(g), {"score": (torch.float32, 0.0)} if policy.scored else {}
-        linked = {"link": (torch.int32, EMPTY)} if policy.linked else {}
+        groups, again = policy.groups(g), not budget.once  # what only a later selection needs is not kept if there is none
+        self.channels = policy.channels if again else ()
+        self.linked = policy.linked and again
+        collected = dict.fromkeys(self.channels, (torch.float32, 0.0))
+        extra = {"link": (torch.int32, EMPTY)} if self.linked else {}
+        if policy.weighs_values == "at_arrival" and again:
+            extra["weight"] = (torch.float16, 0.0)
         dense = dict.fromkeys(("k", "v"), ((policy.window, g.head_dim), g.dtype))
         slots = self._most("dense")
-        if policy.adaptive:
-            slots = self.limits(list(range(self.batch)), "dense").expand(*heads, 1)[..., 0]
-        self.full = Pool(heads, groups, slots, dense, scored | linked, self.device)
-        self.coded = Pool(heads, groups, self._most("codes"), self.codec.spec(), scored, self.device) if self.codec else None
+        if policy.shares:
+            slots = self.limits(self.everyone, "dense").expand(*heads, 1)[..., 0]
+        self.full = Pool(heads, groups, slots, dense, collected | extra, self.device)
+        self.coded = Pool(heads, groups, self._most("codes"), self.codec.spec(), collected, self.device) if self.codec else None
         self.sink = torch.zeros(2, *heads, sinks, g.head_dim, dtype=g.dtype, device=self.device)
         self.write = torch.zeros(*heads, dtype=torch.int64, device=self.device)  # flat slot that new tokens go to
         self.modules: dict[int, weakref.ref] = {}  # attention modules by layer; a copied cache must not copy the model
-        self.event_rows: list[int] = []  # sequences whose scores await `carry`
+        self.event_rows = self.everyone  # sequences whose scores await `carry`
+        self.held: dict[int, tuple[Tensor, Tensor, Candidates]] = {}  # prompts that wait for the layers to share slots
+        self.turns: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}  # a turn that waits for all layers to see it
 
     @property
     def pools(self) -> list[Pool]:
         """The pools there are, in the order of their blocks."""
         return [self.full] if self.coded is None else [self.full, self.coded]
+
+    @property
+    def everyone(self) -> list[int]:
+        return list(range(self.batch))
 
     # -- limits -------------------------------------------------------------------------------------------------------
 
@@ -109,11 +121,11 @@ class Arena:
         offsets = torch.arange(self.policy.window, device=self.device)
         return self.origin + unit.long().unsqueeze(-1) * self.policy.window + offsets
 
-    def _sink_columns(self) -> Tensor:
+    def sink_columns(self) -> Tensor:
         """``[B, sinks]`` columns of the sinks, some perhaps still to come."""
         return self.rows[2].unsqueeze(-1) + torch.arange(self.sink.shape[-2], device=self.device)
 
-    def _held(self, unit: Tensor) -> Tensor:
+    def held_tokens(self, unit: Tensor) -> Tensor:
         """``[B, G, n * window]`` True for tokens that units ``[B, G, n]`` really hold (neither empty, sink, pad nor future)."""
         column = self.columns(unit)
         held = (unit >= 0).unsqueeze(-1) & (column >= self.rows[0][:, None, None, None]) & (column < self.seen)
@@ -121,74 +133,19 @@ class Arena:
 
     # -- prompt -------------------------------------------------------------------------------------------------------
 
-    def ingest(self, layer: int, k: Tensor, v: Tensor, scores: Tensor | None, module: torch.nn.Module) -> None:
-        """Store one layer's prompt. k, v ``[B, H, T, d]`` after RoPE; scores ``[B, G, T]``, None if units carry none;
-        ``module`` is the attention module, for methods that weigh values by its output projection."""
+    def ingest(self, layer: int, view: PromptView, module: torch.nn.Module) -> None:
+        """Select and store one layer's prompt. ``module`` is the attention module, for methods that weigh values by its
+        output projection."""
         self.modules[layer] = weakref.ref(module)
-        window, batch, groups = self.policy.window, self.batch, self.full.groups
-        units = -(-self.prompt // window)
-        if self.sink.shape[-2]:
-            column = self._sink_columns().clamp_max(self.prompt - 1)
-            take = column[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[-1])
-            self.sink[:, layer] = torch.stack((k.gather(2, take), v.gather(2, take))).to(self.sink.dtype)
-        unit = torch.arange(units, dtype=torch.int32, device=self.device).expand(batch, groups, units)
-        held = self._held(unit).unflatten(-1, (units, window))
-        exists = held.any(-1)
-        unit_score = torch.zeros(batch, groups, units, device=self.device)
-        if scores is not None:
-            padded = torch.nn.functional.pad(scores.float(), (units * window - self.prompt, 0)).unflatten(-1, (units, window))
-            unit_score = (padded * held).sum(-1)
-        everyone = list(range(batch))
-        candidate = exists & self.aged(unit.unsqueeze(0), everyone)[0]
-        full, codes = self.limits(everyone, "full")[0], self.limits(everyone, "codes")[0]
-        if self.policy.adaptive and self.next_due is not None:
-            full = self.policy.allocate(unit_score, candidate, full)
-            self.full.assign(layer, (full + self.limits(everyone, "protected")[0]).squeeze(-1))
-        norm = None
-        if self.policy.weighs_values:
-            padded = torch.nn.functional.pad(projected_norm(v, module), (units * window - self.prompt, 0))
-            norm = padded.unflatten(-1, (units, window)).mean(-1)
-        priority = self.policy.rank(unit_score, candidate, full, norm)
-        tier = select(priority, unit, candidate, torch.zeros_like(candidate), full, codes, self.policy.promotion)
-        in_full = exists & (~candidate | (tier == FULL))
-        self._place(self.full, layer, in_full, unit, unit_score, lambda b, h, u: self._gather(k, v, b, h, u))
-        if self.coded is not None:
-            in_code = candidate & (tier == CODED)
+        ingest(self, layer, view)
 
-            def encoded(b, h, u):
-                return self.encode(*self._gather(k, v, b, h, u).values(), b, u)
-
-            self._place(self.coded, layer, in_code, unit, unit_score, encoded)
-
-    def _place(self, pool: Pool, layer: int, chosen: Tensor, unit: Tensor, score: Tensor, payload) -> None:
-        """Fill free slots of one layer with the chosen units ``[B, G, U]``."""
-        grid = pool.grid("unit", layer)
-        row, item, slot = pair(chosen.flatten(0, 1), (grid == EMPTY).flatten(0, 1))
-        b, g = row // pool.groups, row % pool.groups
-        layers = torch.full_like(b, layer)
-        index = pool.index(layers, b, g, slot)  # [n, heads per group]
-        ids = unit.flatten(0, 1)[row, item]
-        grid[b, g, slot] = ids
-        pool.put("unit", grid, layer)
-        if "score" in pool.record:
-            grid = pool.grid("score", layer)
-            grid[b, g, slot] = score.flatten(0, 1)[row, item]
-            pool.put("score", grid, layer)
-        head = pool.heads_of(g)
-        data = payload(b.unsqueeze(-1).expand_as(head), head, ids.unsqueeze(-1).expand_as(head))
-        for name, value in data.items():
-            pool.payload[name][index] = value.to(pool.payload[name].dtype)
-
-    def _gather(self, k: Tensor, v: Tensor, b: Tensor, h: Tensor, unit: Tensor) -> dict[str, Tensor]:
-        """Tokens of units from a prompt's k, v. Masked tokens of a first unit repeat its first real token, so that they
-        widen no quantization range."""
-        column = torch.maximum(self.columns(unit), self.rows[0][b].unsqueeze(-1))
-        index = (b.unsqueeze(-1), h.unsqueeze(-1), column)
-        return {"k": k[index], "v": v[index]}
+    def weigh(self, layer: int, v: Tensor) -> Tensor:
+        """Weight of tokens ``v [B, H, t, d]`` that arrive, ``[B, H, t]``."""
+        return self.policy.value_weight(projected_norm(v, self.modules[layer]()))
 
     def encode(self, k: Tensor, v: Tensor, b: Tensor, unit: Tensor) -> dict[str, Tensor]:
-        """Codes of units ``[n, heads]``: k after RoPE and v, ``[n, heads, window, d]``. As in :meth:`_gather`, the first real
-        token stands in for those before it."""
+        """Codes of units ``[n, heads]``: k after RoPE and v, ``[n, heads, window, d]``. Of a first unit that is partly masked
+        the first real token stands in for those before it, so that they widen no quantization range."""
         column = self.columns(unit)
         real = torch.maximum(column, self.rows[0][b].unsqueeze(-1))
         own = (real - column[..., :1]).clamp_max(self.policy.window - 1).unsqueeze(-1).expand_as(k)
@@ -198,10 +155,16 @@ class Arena:
 
     # -- decoding -----------------------------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """A generated token is on its way."""
+        if (self.seen - self.origin) % self.policy.window == 0:
+            self.open_unit()
+        self.seen += 1
+
     def open_unit(self) -> None:
         """Before a token that begins a unit: choose the free slot of every head that the unit goes to."""
         unit = self.full.grid("unit")
-        if self.next_due is None and not bool((unit[0] == EMPTY).any(-1).all()):  # only a cache without a limit can fill up
+        if self.next_due is None and not bool((unit == EMPTY).any(-1).all()):  # without events a cache grows
             self._resize(self.full, self.full.slots + max(1, GROWTH // self.policy.window))
             unit = self.full.grid("unit")
         slot = (unit == EMPTY).to(torch.uint8).argmax(-1)
@@ -221,6 +184,10 @@ class Arena:
         for name, new in (("k", k), ("v", v)):
             flat = self.full.payload[name]
             flat[slot, offset : offset + n] = new.flatten(0, -3).to(flat.dtype)
+        if "weight" in self.full.record:
+            each = [(layers, v)] if isinstance(layers, int) else enumerate(v)
+            for layer, new in each:
+                self.full.record["weight"][self.write[layer]] = self.weigh(layer, new)[..., 0].half()
         if self.seen - n < self.sinks_end:  # a prompt shorter than the sinks: the first generated tokens are sinks too
             new = torch.stack((k, v)).to(self.sink.dtype)
             for row, start in enumerate((self.seen - n - self.rows[2]).tolist()):
@@ -228,10 +195,44 @@ class Arena:
                 if count > 0:
                     self.sink[:, layers][..., row, :, start : start + count, :] = new[..., row, :, :count, :]
 
+    def decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        """Store and attend one generated token: q ``[B, H_q, 1, d]``, k, v ``[B, H, 1, d]`` after RoPE; output like q."""
+        self.append(layer, k, v)
+        wanted = bool(self.channels) and (self.policy.mass_every_step or self.seen == self.next_due)
+        out, mass = attend(q, self.blocks(layer, q), scaling, mass_queries=int(wanted), peak="peak" in self.channels)
+        if wanted:
+            self.collect(layer, mass)
+        return out
+
+    def turn(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        """Attend the ``n`` tokens of a new turn; they are stored when all layers have seen them."""
+        n = q.shape[-2]
+        causal = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()[None, None]
+        queries = self.policy.prompt_queries if self.channels else 0
+        blocks = [*self.blocks(layer, q), Block(k, v, causal, 1)]
+        out, mass = attend(q, blocks, scaling, mass_queries=queries, peak="peak" in self.channels)
+        own = None
+        if mass is not None:
+            own = mass.pop()
+            self.collect(layer, mass)
+        self.turns[layer] = (k, v, own)
+        return out
+
+    def end(self) -> None:
+        """All layers have seen a call."""
+        if self.turns:
+            k, v, own = zip(*(self.turns.pop(i) for i in range(self.geometry.layers)), strict=True)
+            self.extend(torch.stack(k), torch.stack(v), None if own[0] is None else torch.stack(own, -4))
+        elif self.seen > self.prompt:
+            self.route()
+        else:
+            self.count_evicted()
+        self.carry()
+
     def extend(self, k: Tensor, v: Tensor, own_mass: Tensor | None) -> None:
         """Store a new turn, piece by piece, with the routing events that fall into it.
 
-        k, v ``[L, B, H, n, d]`` after RoPE; ``own_mass [L, B, H, n]`` attention mass that the turn put on its own tokens.
+        k, v ``[L, B, H, n, d]`` after RoPE; ``own_mass [(channels,) L, B, H, n]`` what the turn's tokens collected of it.
         """
         done, n = 0, k.shape[-2]
         while done < n:
@@ -242,10 +243,9 @@ class Arena:
             self.seen += piece
             self.append(slice(None), k[..., part, :], v[..., part, :])
             if own_mass is not None:
-                grid = self.full.grid("score")
                 open_unit = self.full.grid("unit") == (self.seen - 1 - self.origin) // self.policy.window
-                new = own_mass[..., part].sum(-1).unflatten(-1, (self.full.groups, -1)).mean(-1)
-                self.full.put("score", grid + open_unit * new.unsqueeze(-1))
+                for name, new in self._by_channel(own_mass[..., part].sum(-1, keepdim=True)):
+                    self.full.put(name, self._gain(name, self.full.grid(name), open_unit * new))
             done += piece
             self.route()
 
@@ -254,7 +254,7 @@ class Arena:
         window, heads = self.policy.window, self.geometry.kv_heads
         if self.sink.shape[-2]:
             count = self.sink.shape[-2]
-            visible = self._sink_columns() < self.seen
+            visible = self.sink_columns() < self.seen
             turned = None
             if self.policy.slot_positions:
                 turned = self.rope.turn(q, self.rows[3][:, None, None].expand(-1, 1, q.shape[2]), -1)
@@ -264,7 +264,7 @@ class Arena:
             for lo in range(0, pool.slots, step):
                 hi = min(lo + step, pool.slots)
                 ids = unit[..., lo:hi]
-                visible = self._held(ids).unsqueeze(2)
+                visible = self.held_tokens(ids).unsqueeze(2)
                 if pool is self.full:
                     data = pool.read(layer, lo, hi, ("k", "v"))
                     k, v = data["k"].flatten(2, 3), data["v"].flatten(2, 3)
@@ -276,10 +276,22 @@ class Arena:
                 yield Block(k, v, visible if visible.shape[1] == heads else visible.expand(-1, heads, -1, -1), window)
 
     def collect(self, layer: int, mass: list[Tensor]) -> None:
-        """Add attention mass, one ``[B, H, units]`` per block of :meth:`blocks`, to the scores of one layer."""
+        """Add attention, one ``[(channels,) B, H, units]`` per block of :meth:`blocks`, to what one layer has collected."""
         units = torch.cat(mass[1:] if self.sink.shape[-2] else mass, -1)
-        for pool, new in zip(self.pools, units.split([p.slots for p in self.pools], -1), strict=True):
-            pool.put("score", pool.grid("score", layer) + new.unflatten(1, (pool.groups, -1)).mean(2), layer)
+        for pool, part in zip(self.pools, units.split([p.slots for p in self.pools], -1), strict=True):
+            for name, new in self._by_channel(part):
+                pool.put(name, self._gain(name, pool.grid(name, layer), new), layer)
+
+    def _by_channel(self, new: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Attention of KV heads ``[(channels,) ..., H, n]`` as that of groups, ``[..., G, n]`` per channel."""
+        parts = (new,) if len(self.channels) == 1 else new
+        for name, part in zip(self.channels, parts, strict=True):
+            heads = part.unflatten(-2, (self.full.groups, -1))
+            yield name, heads.amax(-2) if name == "peak" else heads.mean(-2)
+
+    @staticmethod
+    def _gain(name: str, old: Tensor, new: Tensor) -> Tensor:
+        return torch.maximum(old, new) if name == "peak" else old + new
 
     # -- routing ------------------------------------------------------------------------------------------------------
 
@@ -314,13 +326,16 @@ class Arena:
             self.rows[3] = (column - self.rows[0]).clamp_min(0)
 
     def carry(self) -> None:
-        """After an event: let the scores fade as the method says."""
-        if self.event_rows and self.policy.scored:
-            for pool in self.pools:
-                grid = pool.grid("score")
+        """After a selection: let what units have collected fade as the method says."""
+        if not self.event_rows:
+            return
+        for pool in self.pools:
+            for name in self.channels:
+                grid = pool.grid(name)
                 for r in self.event_rows:
-                    grid[:, r] = self.policy.carry(grid[:, r], self.layouts[r].interval)
-                pool.put("score", grid)
+                    if self.due[r] is not None:
+                        grid[:, r] = self.policy.carry(grid[:, r], self.layouts[r].interval)
+                pool.put(name, grid)
         self.event_rows = []
 
     def room(self) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from qevict.engine.reference import projected_norm
-from qevict.policy import CODED, EVICTED, FULL, select
+from qevict.policy import CODED, EVICTED, FULL, Candidates, select
 from qevict.store.pool import EMPTY, ledger, pair
 
 if TYPE_CHECKING:
@@ -20,22 +21,26 @@ Place = tuple[Tensor, Tensor, Tensor, Tensor]  # layer, row, group, slot: equall
 def route(arena: Arena, rows: list[int]) -> None:
     """Rank the candidates of the sequences ``rows`` and carry the result out in place."""
     policy, index = arena.policy, torch.tensor(rows, device=arena.device)
-    unit = torch.cat([p.grid("unit")[:, index] for p in arena.pools], -1)
-    if policy.scored:
-        score = torch.cat([p.grid("score")[:, index] for p in arena.pools], -1)
-    else:
+
+    def collected(name: str) -> Tensor | None:
+        if name not in arena.full.record:
+            return None
+        return torch.cat([p.grid(name)[:, index] for p in arena.pools], -1)
+
+    unit, score = collected("unit"), collected("score")
+    if score is None:
         score = torch.zeros((), device=arena.device).expand(unit.shape)
     n = arena.full.slots
     coded = torch.zeros_like(unit, dtype=torch.bool)
     coded[..., n:] = True
     if policy.linked:
         coded[..., :n] = arena.full.grid("link")[:, index] >= 0
-    candidate, full = arena.aged(unit, rows), arena.limits(rows, "full")
-    score = policy.refresh(score, unit)
-    if policy.adaptive:
-        full = policy.allocate(score, candidate, full)
-    priority = policy.rank(score, candidate, full, _norms(arena, index) if policy.weighs_values else None)
-    tier = select(priority, unit, candidate, coded, full, arena.limits(rows, "codes"), policy.promotion)
+    candidate, even = arena.aged(unit, rows), arena.limits(rows, "full")
+    weight = _norms(arena, index) if policy.weighs_values == "at_event" else collected("weight")
+    c = policy.refresh(Candidates(unit, candidate, score, collected("peak"), weight, even, even))
+    if policy.shares:
+        c = replace(c, full=policy.allocate(c))
+    tier = select(policy.rank(c), unit, candidate, coded, c.full, arena.limits(rows, "codes"), policy.promotion)
     drop, demote, promote = (candidate & (tier == t) for t in (EVICTED, CODED, FULL))
     if arena.coded is None:
         grid = arena.full.grid("unit")
@@ -43,9 +48,9 @@ def route(arena: Arena, rows: list[int]) -> None:
         part[drop] = EMPTY
         grid[:, index] = part
         arena.full.put("unit", grid)
-        if policy.adaptive:
+        if policy.shares:
             slots = arena.full.ragged.clone()
-            slots[:, index] = (full + arena.limits(rows, "protected")).squeeze(-1).to(slots.dtype)
+            slots[:, index] = (c.full + arena.limits(rows, "protected")).squeeze(-1).to(slots.dtype)
             arena.full.repartition(slots)
     else:
         _move(arena, index, drop, demote[..., :n], promote[..., n:])
