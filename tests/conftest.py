@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Mistra
 
 from qevict import TierCache
 from qevict.hf.attention import tiered_attention
-from qevict.policy import CODED, FULL
+from qevict.policy import CODED, FULL, Candidates
 from qevict.store.pool import FIRST_LEDGER
 
 torch.set_num_threads(1)
@@ -147,6 +147,13 @@ def holdings(arena) -> dict[tuple[int, int, int], dict[int, dict]]:
                 assert ledger == owners, f"ledger {ledger} and links {owners} disagree"
                 out[i, b, g] = units
     return out
+
+
+def candidates(score, candidate=None, unit=None, even=1, peak=None, weight=None) -> Candidates:
+    """What a policy is asked to rank: ``score [..., G, U]``, all of them candidates in the order of their ids unless said."""
+    unit = torch.arange(score.shape[-1]).expand(score.shape) if unit is None else unit
+    even = torch.as_tensor(even).view((1,) * score.ndim)
+    return Candidates(unit, unit >= 0 if candidate is None else candidate, score, peak, weight, even, even)
 
 
 # -- independent arithmetic --------------------------------------------------------------------------------------------

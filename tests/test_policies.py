@@ -13,7 +13,20 @@ from baselines.criticalkv import CriticalKV
 from baselines.fullkv import FullKV
 from baselines.snapkv import SnapKV
 from baselines.streaming_llm import StreamingLLM
-from conftest import Stream, forced_logits, full_logits, gap, holdings, left_padded, plain, rotate, softmax, tiny, tokens
+from conftest import (
+    Stream,
+    candidates,
+    forced_logits,
+    full_logits,
+    gap,
+    holdings,
+    left_padded,
+    plain,
+    rotate,
+    softmax,
+    tiny,
+    tokens,
+)
 from qevict import Budget, Policy, QEvict, TierCache
 from qevict.engine.reference import projected_norm
 from qevict.hf.cache import geometry_of
@@ -197,7 +210,8 @@ def test_snapkv_ignores_what_free_slots_last_held():
     unit = torch.tensor([[-1, 4, 9, -1, 2, 7]])
     score = torch.tensor([[0.0, 3.0, 1.0, 0.0, 2.0, 5.0]])
     stale = score.masked_fill(unit < 0, 100.0)
-    assert torch.equal(policy.refresh(score, unit)[unit >= 0], policy.refresh(stale, unit)[unit >= 0])
+    want, got = (policy.refresh(candidates(x, unit=unit)).score for x in (score, stale))
+    assert torch.equal(want[unit >= 0], got[unit >= 0])
 
 
 @pytest.mark.parametrize(
@@ -209,7 +223,7 @@ def test_snapkv_pooling_follows_positions(pooling, expected):
     policy = SnapKV(pooling=pooling)
     unit = torch.tensor([[13, 10, 15, 12, 14, 11]], dtype=torch.int32)
     score = torch.tensor([[3.0, 1.0, 0.0, 0.0, 5.0, 2.0]])
-    got = dict(zip(unit[0].tolist(), policy.refresh(score, unit)[0].tolist(), strict=True))
+    got = dict(zip(unit[0].tolist(), policy.refresh(candidates(score, unit=unit)).score[0].tolist(), strict=True))
     assert [got[u] for u in range(10, 16)] == pytest.approx(expected)
 
 
@@ -365,7 +379,7 @@ def test_adakv_shares_a_layer_exactly(safeguard, alpha):
     heads, units, full = 3, 40, 12
     score = torch.from_numpy(rng.exponential(size=(2, 1, heads, units)) * np.array([1.0, 3.0, 0.2])[:, None]).float()
     candidate = torch.from_numpy(rng.random((2, 1, heads, units)) < 0.9)
-    got = policy.allocate(score, candidate, torch.tensor([full]).view(1, 1, 1, 1))[..., 0]
+    got = policy.allocate(candidates(score, candidate, even=full))[..., 0]
     assert got.shape == (2, 1, heads)
     assert (got.sum(-1) == heads * full).all()
     keep = {"window": int(alpha * (full + 8)) - 8, "prefix": int(alpha * (full + 8)), "blend": 0}[safeguard]
@@ -386,15 +400,14 @@ def test_adakv_shares_a_layer_exactly(safeguard, alpha):
 def test_adakv_spreads_slots_that_no_candidate_needs():
     score = torch.rand(1, 3, 4)
     candidate = torch.zeros(1, 3, 4, dtype=torch.bool)
-    assert AdaKV().allocate(score, candidate, torch.tensor([[[5]]])).flatten().tolist() == [5, 5, 5]
+    assert AdaKV().allocate(candidates(score, candidate, even=5)).flatten().tolist() == [5, 5, 5]
 
 
 def test_criticalkv_takes_the_first_stage_by_score_and_the_rest_by_value():
     score = torch.tensor([[[5.0, 4.0, 3.0, 2.0, 1.0]]]) * 8
     norm = torch.tensor([[[1.0, 1.0, 1.0, 9.0, 2.0]]])
-    everyone = torch.ones_like(score, dtype=torch.bool)
     policy = CriticalKV(observe=8, epsilon=0.5, first_stage=0.6)
-    rank = policy.rank(score, everyone, torch.tensor([[[7]]]), norm)  # 0.6 * (7 + 8) - 8 = 1 entry by score alone
+    rank = policy.rank(candidates(score, even=7, weight=norm))  # 0.6 * (7 + 8) - 8 = 1 entry by score alone
     assert rank.argsort(descending=True).flatten().tolist() == [0, 3, 1, 2, 4]
     assert rank[0, 0, 3].item() == pytest.approx(2.5 * 9)
 

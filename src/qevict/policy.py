@@ -188,6 +188,13 @@ class PromptView:
         """``[B, H, group, rows, T]`` attention of the queries at columns ``rows``; zero where a query is padding."""
         return causal_attention(self.q, self.k, self.real, self.scaling, rows)
 
+    def rows(self, rows: list[int], length: int) -> PromptView:
+        """Only the sequences ``rows``, without the padding before their last ``length`` tokens."""
+        if len(rows) == len(self.q) and length == self.length:
+            return self
+        q, k, v = (x[rows][:, :, -length:] for x in (self.q, self.k, self.v))
+        return PromptView(q, k, v, self.real[rows][:, -length:], self.scaling)
+
     @cached_property
     def length(self) -> int:
         return self.k.shape[-2]

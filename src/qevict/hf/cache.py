@@ -12,7 +12,9 @@ from qevict.budget import Budget, Geometry
 from qevict.hf.attention import NAME
 from qevict.hf.rope import Rope
 from qevict.policy import Policy, PromptView
+from qevict.quantizer import Quantizer
 from qevict.store.arena import Arena
+from qevict.store.history import History
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -115,12 +117,13 @@ class TierCache(Cache):
         self.policy = policy
         self.budget = budget if isinstance(budget, Budget) else Budget(fraction=budget)
         policy.codec(self.geometry)  # a codec that does not fit the head dimension says so now
+        self.tables = policy.tables(model) if isinstance(policy, Quantizer) else None
         super().__init__(layers=[TierLayer(self, i) for i in range(self.geometry.layers)])
         self.reset()
 
     def reset(self):
         """Forget everything: ready for another prompt."""
-        self.store: Arena | None = None
+        self.store: Arena | History | None = None
         self.turn_open, self._real = True, None
         for layer in self.layers:
             layer.seen, layer.pending = 0, None
@@ -157,12 +160,13 @@ class TierCache(Cache):
         self._in_prompt = self.store is None
         if self._in_prompt:
             real, shift = _prompt_grid(k.shape[0], n, mask, positions, k.device)
-            self.store = Arena(self.geometry, self.policy, self.budget, self.rope, real, shift)
+            common = (self.geometry, self.policy, self.budget, self.rope, real, shift)
+            self.store = History(*common, self.tables) if isinstance(self.policy, Quantizer) else Arena(*common)
             self._real = real
             self.turn_open = False
         elif n == 1:
             self.turn_open = True
-            self.store.begin()
+            self.store.begin(1)
         else:
             if not self.turn_open and self.store.next_due is not None:
                 raise ValueError(
@@ -174,6 +178,7 @@ class TierCache(Cache):
                 raise ValueError(
                     "padding inside a later turn is not supported: send turns of equal length, or one sequence at a time"
                 )
+            self.store.begin(n)
             self.turn_open = False
 
     # -- batch changes (beam search, contrastive search) ---------------------------------------------------------------

@@ -155,8 +155,10 @@ class Arena:
 
     # -- decoding -----------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """A generated token is on its way."""
+    def begin(self, new: int) -> None:
+        """``new`` tokens are on their way. Those of a turn are counted when they are stored."""
+        if new > 1:
+            return
         if (self.seen - self.origin) % self.policy.window == 0:
             self.open_unit()
         self.seen += 1
@@ -357,3 +359,12 @@ class Arena:
         self.event_rows = [i for i, r in enumerate(order) if r in self.event_rows]
         self.batch = len(order)
         self.write = self.full.first() + slot
+
+    def parts(self) -> Iterator[tuple[str, int]]:
+        """Bytes by part, see :mod:`qevict.accounting`."""
+        yield from self.full.parts(lambda name: "full")
+        if self.coded is not None:
+            yield from self.coded.parts(lambda name: "codes" if name.endswith("code") else "quant_meta")
+        yield "full", self.sink.untyped_storage().nbytes()
+        for tensor in (self.write, self.rows):
+            yield "ids", tensor.untyped_storage().nbytes()

@@ -20,18 +20,24 @@ META_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": 
 
 
 def packed_bytes(channels: int, bits: int) -> int:
-    """Bytes of one packed row of ``channels`` codes."""
+    """Bytes of one packed row of ``channels`` codes.
+
+    Raises:
+        ValueError: the codes do not fill whole bytes.
+    """
+    runs = 8 // min(PLANES[bits])
+    if channels % runs:
+        raise ValueError(f"{bits}-bit codes need a head dimension that is a multiple of {runs}, got {channels}")
     return sum(channels * plane // 8 for plane in PLANES[bits])
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """``[..., d]`` integer codes -> ``[..., packed_bytes(d, bits)]`` uint8."""
     channels = codes.shape[-1]
+    packed_bytes(channels, bits)  # refuses what does not fit
     out, shift = [], 0
     for plane in PLANES[bits]:
         runs = 8 // plane
-        if channels % runs:
-            raise ValueError(f"{bits}-bit codes need a head dimension that is a multiple of {runs}, got {channels}")
         part = ((codes >> shift) & (2**plane - 1)).to(torch.uint8).unflatten(-1, (runs, channels // runs))
         byte = part[..., 0, :].clone()
         for run in range(1, runs):
@@ -54,13 +60,19 @@ def unpack(packed: Tensor, bits: int, channels: int) -> Tensor:
     return out
 
 
-def _affine(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor]:
+def affine(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor]:
     """Asymmetric scale and zero of ``x`` along ``dim`` (kept): ``zero = min``, ``scale = range / (2^b - 1)``."""
     low, high = x.aminmax(dim=dim, keepdim=True)
     return (high - low) / (2**bits - 1), low
 
 
-def _quantize(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in a storage type, clamped to its range."""
+    top = torch.finfo(dtype).max
+    return x.clamp(-top, top).to(dtype)
+
+
+def quantize(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
     """Codes of ``x``; half to even, clamped; a constant group (scale 0) has code 0 and decodes to its value."""
     step = torch.where(scale > 0, scale, torch.ones_like(scale))
     codes = ((x - zero) / step).round_().clamp_(0, 2**bits - 1)
@@ -87,9 +99,7 @@ class WindowCodec:
         for name, bits in (("key_bits", self.key_bits), ("value_bits", self.value_bits)):
             if bits not in PLANES:
                 raise ValueError(f"{name}={bits}: choose one of {sorted(PLANES)}")
-            runs = 8 // min(PLANES[bits])
-            if self.head_dim % runs:
-                raise ValueError(f"{name}={bits} needs a head dimension that is a multiple of {runs}, got {self.head_dim}")
+            packed_bytes(self.head_dim, bits)
         if self.meta not in META_DTYPES:
             raise ValueError(f"meta={self.meta}: choose one of {sorted(META_DTYPES)}")
         if self.value_group is not None and (self.value_group < 1 or self.head_dim % self.value_group):
@@ -121,27 +131,25 @@ class WindowCodec:
     def encode(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         """Keys before RoPE and values, each ``[n, W, d]``, to the tensors of :meth:`spec`, each with a leading ``n``."""
         k, v = k.float(), v.float().unflatten(-1, (-1, self.group))
-        k_meta, v_meta = _affine(k, -2, self.key_bits), _affine(v, -1, self.value_bits)
+        k_meta, v_meta = affine(k, -2, self.key_bits), affine(v, -1, self.value_bits)
         v_meta = tuple(m.squeeze(-1) for m in v_meta)
         out = {}
         if self.meta == "uint8":
             (k_meta, v_meta), out = self._compress_meta(k_meta, v_meta)
         else:
-            dtype = META_DTYPES[self.meta]
-            top = torch.finfo(dtype).max
             for name, pair in (("k", k_meta), ("v", v_meta)):
-                out[f"{name}_scale"], out[f"{name}_zero"] = (m.clamp(-top, top).to(dtype) for m in pair)
+                out[f"{name}_scale"], out[f"{name}_zero"] = (stored(m, META_DTYPES[self.meta]) for m in pair)
             k_meta = tuple(out[f"k_{m}"].float() for m in ("scale", "zero"))
             v_meta = tuple(out[f"v_{m}"].float() for m in ("scale", "zero"))
-        out["k_code"] = pack(_quantize(k, *k_meta, self.key_bits), self.key_bits)
-        v_codes = _quantize(v, *(m.unsqueeze(-1) for m in v_meta), self.value_bits)
+        out["k_code"] = pack(quantize(k, *k_meta, self.key_bits), self.key_bits)
+        v_codes = quantize(v, *(m.unsqueeze(-1) for m in v_meta), self.value_bits)
         out["v_code"] = pack(v_codes.flatten(-2), self.value_bits)
         return out
 
     @staticmethod
     def _compress_meta(k_meta, v_meta):
         """8-bit metadata. Returns the decoded (scale, zero) pairs and the stored tensors."""
-        stored, decoded, supers = {}, [], []
+        kept, decoded, supers = {}, [], []
         for name, (scale, zero) in (("k", k_meta), ("v", v_meta)):
             limit = torch.finfo(torch.float16).max
             top = scale.amax((-2, -1)).div(255).clamp_max(limit).half()
@@ -149,12 +157,12 @@ class WindowCodec:
             origin = low.clamp(-limit, limit).half()
             step = (high - origin.float()).clamp_min(0).div(255).clamp_max(limit).half()
             wide = [s.float()[:, None, None] for s in (top, origin, step)]
-            stored[f"{name}_scale"] = _quantize(scale, wide[0], torch.zeros_like(wide[0]), 8)
-            stored[f"{name}_zero"] = _quantize(zero, wide[2], wide[1], 8)
+            kept[f"{name}_scale"] = quantize(scale, wide[0], torch.zeros_like(wide[0]), 8)
+            kept[f"{name}_zero"] = quantize(zero, wide[2], wide[1], 8)
             supers += [top, origin, step]
-            decoded.append((stored[f"{name}_scale"] * wide[0], stored[f"{name}_zero"] * wide[2] + wide[1]))
-        stored["super"] = torch.stack(supers, -1)
-        return decoded, stored
+            decoded.append((kept[f"{name}_scale"] * wide[0], kept[f"{name}_zero"] * wide[2] + wide[1]))
+        kept["super"] = torch.stack(supers, -1)
+        return decoded, kept
 
     def _meta_of(self, data: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
         scale, zero = data[f"{name}_scale"].float(), data[f"{name}_zero"].float()

@@ -10,6 +10,8 @@ copy is the one being read. ``ABSENT`` fills the padded view of heads that own f
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
 
@@ -190,3 +192,19 @@ class Pool:
                     shaped = flat.view(self.layers, self.batch, heads, self.slots, *flat.shape[1:])
                     store[name] = shaped.index_select(1, rows).flatten(0, 3)
         self.batch = len(rows)
+
+    def parts(self, payload_part: Callable[[str], str]) -> Iterator[tuple[str, int]]:
+        """Bytes by part, see :mod:`qevict.accounting`; a slot's share of a payload tensor goes to what the slot holds."""
+        units = self.grid("unit")
+        per = self.kv_heads // self.groups
+        live, kept = int((units >= 0).sum()) * per, int((units <= FIRST_LEDGER).sum()) * per
+        for name, tensor in self.payload.items():
+            total, slots = tensor.untyped_storage().nbytes(), tensor.shape[0]
+            one = total // slots if slots else 0
+            yield payload_part(name), live * one
+            yield "ledger", kept * one
+            yield "spare", total - (live + kept) * one
+        for name, tensor in self.record.items():
+            yield "ids" if name in ("unit", "link") else "scores", tensor.untyped_storage().nbytes()
+        if self.ragged is not None:
+            yield "ids", self.ragged.untyped_storage().nbytes()

@@ -1,0 +1,176 @@
+"""The contract of a quantizer: a method that keeps every token, most of them at low bits.
+
+Its bytes are a fixed point: at a budget below its floor it is refused, or it holds only the tokens that an evictor keeps
+(``evict``), as many as the budget pays for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qevict.budget import Budget, BudgetError, Geometry, Layout
+from qevict.hf.rope import Rope
+from qevict.policy import EVERYTHING, Policy, PromptView
+from qevict.store.history import HistoryLayer
+from qevict.store.stream import Field, TokenCodec
+
+Tables = dict[str, Tensor]  # what was calibrated on other text, for one layer
+FIRST_BYTES = 8  # int64 position of a sequence's first token
+
+
+@dataclass(frozen=True)
+class Quantizer(Policy):
+    """Base of the quantizers.
+
+    Args:
+        evict: a method that chooses which tokens to hold (token-level, every KV head for itself, equally many per head).
+
+    Class attributes that a method sets:
+
+    Attributes:
+        sink: first tokens, kept in full.
+        plain_keys: keys are coded before RoPE.
+        codes_first: a new token is coded before it is attended to; else after.
+        period: tokens after which the ratio to FullKV has been at its highest.
+    """
+
+    evict: Policy | None = None
+
+    window = 1
+    per_head = True
+    sink = 0
+    plain_keys = False
+    codes_first = False
+    period = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        e = self.evict
+        if e is not None and not (
+            isinstance(e, Policy) and e.window == 1 and e.per_head and e.channels == ("score",) and not e.shares
+        ):
+            raise ValueError(
+                f"evict={type(e).__name__}: choose a method that keeps equally many tokens in every KV head by attention, such "
+                "as SnapKV or CriticalKV"
+            )
+
+    # -- what a method says ---------------------------------------------------------------------------------------------
+
+    def specs(self, g: Geometry) -> tuple[dict[str, Field], dict[str, Field]]:
+        """Tensors of coded keys and of coded values.
+
+        Raises:
+            ValueError: the head dimension does not fit.
+        """
+        raise NotImplementedError
+
+    def codecs(self, g: Geometry, k: Tensor, v: Tensor, tables: Tables | None) -> tuple[TokenCodec, TokenCodec]:
+        """Codecs of keys and values of one layer; k (before RoPE if ``plain_keys``) and v ``[b, H, T, d]`` are its prompt."""
+        raise NotImplementedError
+
+    def coded(self, base: int, n: int) -> tuple[int, int]:
+        """Of ``n`` tokens, ``base`` of which arrived with the last prompt or selection: how many keys and values are coded."""
+        raise NotImplementedError
+
+    def wants_attention(self, base: int, n: int) -> bool:
+        """Whether the attention of the token that makes it ``n`` is needed to code others."""
+        return False
+
+    def new_layer(self, g: Geometry, rope: Rope, view: PromptView, first: Tensor, tables: Tables | None) -> HistoryLayer:
+        return HistoryLayer(self, g, rope, view, first, tables)
+
+    def table_bytes(self, g: Geometry) -> int:
+        """Bytes of what a sequence (or the model) was calibrated to, per layer."""
+        return 0
+
+    def tables(self, model: torch.nn.Module) -> list[Tables] | None:
+        """What was calibrated on other text for this model, per layer.
+
+        Raises:
+            ValueError: it is missing, or belongs to another model or setting.
+        """
+        return None
+
+    # -- bytes ----------------------------------------------------------------------------------------------------------
+
+    def codec(self, g: Geometry) -> None:
+        self.specs(g)
+
+    def layer_bytes(self, g: Geometry, base: int, n: int) -> int:
+        """Closed form of one layer of one sequence that holds ``n`` tokens."""
+        full = Field(g.kv_heads, (g.head_dim,), g.dtype)
+        sinks = min(self.sink, n)
+        out = 2 * full.nbytes(sinks, step=1)
+        for spec, coded in zip(self.specs(g), self.coded(base, n), strict=True):
+            out += full.nbytes(n - sinks - coded) + sum(f.nbytes(coded) for f in spec.values())
+        return out
+
+    def total(self, g: Geometry, base: int, n: int, once: bool = False) -> int:
+        """Closed form of all persistent bytes of one sequence."""
+        layer = self.layer_bytes(g, base, n) + self.table_bytes(g)
+        if self.evict is not None:
+            layer += 4 * g.kv_heads * n * self.plain_keys  # int32 positions
+            layer += 0 if once else Field(g.kv_heads, (), torch.float32).nbytes(n)
+        return g.layers * layer + FIRST_BYTES + g.rope_bytes
+
+    def layout(self, g: Geometry, budget: Budget, prompt: int, seen: int) -> Layout:
+        if budget.unlimited:
+            return Layout(1, None, self.sink, EVERYTHING, 0, EVERYTHING, 0, None, None)
+        allowed = budget.resolve(g, prompt, seen)
+        if self.evict is None:
+            self.check(g, budget, prompt, seen)
+            return Layout(1, 0, self.sink, EVERYTHING, 0, EVERYTHING, 0, allowed, self.total(g, prompt, seen))
+        return self._share(g, budget, prompt, seen)
+
+    def check(self, g: Geometry, budget: Budget, prompt: int, seen: int) -> None:
+        """Refuse a budget below the method's bytes at ``seen`` tokens or, if it is a share of what is seen, ever after.
+
+        Raises:
+            BudgetError: naming the floor.
+        """
+        allowed, held = budget.resolve(g, prompt, seen), self.total(g, prompt, seen)
+        floor, ahead = held / g.full_bytes(budget.basis_tokens(prompt, seen)), 0
+        if budget.fraction is not None and budget.basis == "current" and not budget.once:
+            ratios = [self.total(g, prompt, n) / g.full_bytes(n) for n in range(seen, seen + self.period + 1)]
+            floor = max(ratios)
+            ahead = ratios.index(floor)
+            held, allowed = self.total(g, prompt, seen + ahead), budget.resolve(g, prompt, seen + ahead)
+        if held > allowed:
+            fix = f"budget>={-(-floor * 10000 // 1) / 10000:g}" if floor < 1 else "budget=1"
+            raise BudgetError(
+                f"{type(self).__name__} keeps every token: at {seen + ahead} tokens it holds {held} bytes, the budget is "
+                f"{allowed}; its floor here is {fix} (budget=1 runs it as it is), or compose it with an evictor (method.evict, "
+                "such as method=kivi_snapkv)"
+            )
+
+    def _share(self, g: Geometry, budget: Budget, prompt: int, seen: int) -> Layout:
+        """How many tokens the evictor may keep, so that the budget holds at every step up to the next selection."""
+        once, least = budget.once, self.sink + self.evict.observe + 1
+        allowed = budget.resolve(g, prompt, seen)
+
+        def spare(count: int, interval: int) -> int:
+            steps = range(interval + 1)
+            return min(budget.resolve(g, prompt, seen + j) - self.total(g, count, count + j, once) for j in steps)
+
+        interval = 0 if once else self.evict.interval
+        while interval > 1 and spare(least, interval) < 0:
+            interval //= 2
+        if spare(least, interval) < 0:
+            need = max(self.total(g, least, least + j, once) for j in range(interval + 1))
+            share = -(-need * 10000 // g.full_bytes(budget.basis_tokens(prompt, seen))) / 10000
+            raise BudgetError(
+                f"a budget of {allowed} bytes at {budget.basis_tokens(prompt, seen)} tokens cannot hold the {least} tokens that "
+                f"{type(self).__name__} with {type(self.evict).__name__} needs: smallest workable: {need} bytes "
+                f"(budget>={share:g}, or budget_bytes={need})"
+            )
+        # the least that a token costs bounds the count from above; blocks make bytes a saw-tooth, so walk down from there
+        cost = max(1, (self.total(g, 4096, 4096, once) - self.total(g, 2048, 2048, once)) // 2048)
+        count = max(least, min(max(seen, least), allowed // cost))
+        while count > least and spare(count, interval) < 0:
+            count -= 1
+        return Layout(
+            1, interval, self.sink, self.evict.observe, 0, count, 0, allowed, self.total(g, count, count, once)
+        )  # fmt: skip
