@@ -16,6 +16,7 @@ from filelock import FileLock
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from qevict.artifact import cache_dir
 from qevict.hf.attention import NAME as ATTENTION
 from qevict.hf.cache import DTYPES, geometry_of
 
@@ -41,12 +42,6 @@ class Source:
     path: str
     revision: str | None
     sha: str | None
-
-
-def cache_dir() -> Path:
-    """Folder for converted models: ``$QEVICT_CACHE``, else ``qevict`` in the user's cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("QEVICT_CACHE") or Path(base) / "qevict")
 
 
 def resolve(path: str, revision: str | None = None) -> tuple[str, Source]:

@@ -153,12 +153,12 @@ class HistoryLayer:
             self.position = self.positions(n).expand(score.shape).gather(-1, index).int()
         take = index.unsqueeze(-1).expand(-1, -1, -1, k.shape[-1])
         self.clear()
-        self.regroup(index)
+        self.regroup(index, score)
         self.fill(k.gather(2, take), v.gather(2, take))
         return score.gather(-1, index)
 
-    def regroup(self, index: Tensor) -> None:
-        """For methods that classify tokens: only those at ``index [b, H, count]`` are left."""
+    def regroup(self, index: Tensor, score: Tensor) -> None:
+        """For methods that classify tokens: only those at ``index [b, H, count]`` are left; ``score [b, H, n]`` they collected."""
 
     def remember(self, score: Tensor) -> None:
         """Scores ``[b, H, n]`` that count for the next selection."""

@@ -1,0 +1,135 @@
+"""KVQuant: keys coded before RoPE per channel, values per token, non-uniformly, 1 % outliers in full (arXiv 2401.18079).
+
+``KVQuant`` takes thresholds and codebooks from an artifact that scripts/calibrate_kvquant.py made on other text, weighed by
+Fisher information. ``KVQuantSelf`` takes them from the prompt itself, unweighed; they are then charged to the sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qevict.artifact import load_artifact
+from qevict.budget import Geometry
+from qevict.quantizer import Quantizer, Tables
+from qevict.store.nuq import HALF, NuqCodec, kmeans_1d, outlier_slots, percentile, q_norm
+from qevict.store.stream import Field
+
+LONG = 256  # tokens from which a prompt has a meaningful 99.5th percentile
+SAMPLES = 1 << 16  # values that a prompt's codebook is fitted to
+
+
+@dataclass(frozen=True)
+class KVQuantSelf(Quantizer):
+    """Calibrated to the prompt.
+
+    Args:
+        bits: 2, 3 or 4.
+        outliers: share of a token's values that is kept in full, half of them high and half low; 0: none.
+        first: first tokens in full.
+        q_norm: give decoded values the mean and deviation they had; None: at 2 bits, as the authors do.
+    """
+
+    bits: int = 2
+    outliers: float = 0.01
+    first: int = 1
+    q_norm: bool | None = None
+
+    plain_keys = True
+    codes_first = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.bits not in (2, 3, 4):
+            raise ValueError(f"bits={self.bits}: choose 2, 3 or 4")
+        if not 0 <= self.outliers <= 0.2:
+            raise ValueError(f"outliers={self.outliers:g} is outside [0, 0.2]")
+        if self.first < 0:
+            raise ValueError(f"first={self.first} is below 0: set method.first to 0 or more")
+
+    @property
+    def sink(self) -> int:
+        return self.first
+
+    @property
+    def normed(self) -> bool:
+        return self.bits == 2 if self.q_norm is None else self.q_norm
+
+    def _common(self, g: Geometry) -> tuple[int, int, int, int]:
+        return g.kv_heads, g.head_dim, self.bits, outlier_slots(g.kv_heads * g.head_dim, self.outliers)
+
+    def specs(self, g: Geometry) -> tuple[dict[str, Field], dict[str, Field]]:
+        return NuqCodec.fields(*self._common(g), True), NuqCodec.fields(*self._common(g), False)
+
+    def coded(self, base: int, n: int) -> tuple[int, int]:
+        return (max(0, n - self.first),) * 2
+
+    def table_bytes(self, g: Geometry) -> int:
+        return 2 * (2 * g.kv_heads * g.head_dim + 2 * 2**self.bits + 4 * self.normed)
+
+    def codecs(self, g: Geometry, k: Tensor, v: Tensor, tables: Tables | None) -> tuple[NuqCodec, NuqCodec]:
+        if tables is None:
+            each = [self.calibrate(g, k[i], v[i]) for i in range(len(k))]
+            tables = {name: torch.cat([t[name] for t in each]) for name in each[0]}
+            own = True
+        else:
+            own = False
+        common, t = self._common(g), tables
+        keys = NuqCodec(*common, t["k_book"], t.get("k_norm"), t["k_middle"], t["k_half"], own)
+        return keys, NuqCodec(*common, t["v_book"], t.get("v_norm"), None, None, own)
+
+    def calibrate(
+        self, g: Geometry, k: Tensor, v: Tensor, k_weight: Tensor | None = None, v_weight: Tensor | None = None
+    ) -> Tables:
+        """Thresholds, codebooks and Q-Norm scalars (fp16) from keys before RoPE and values ``[H, T, d]`` fp32; the weights are
+        of their single values."""
+        first = min(self.first, k.shape[1] - 1)
+        k, v, k_weight, v_weight = (
+            None if x is None else x[:, first:].transpose(0, 1).flatten(1) for x in (k, v, k_weight, v_weight)
+        )
+        tail = self.outliers / 2 if len(k) >= LONG else 0
+        high, low = percentile(k, 1 - tail), percentile(k, tail)
+        middle, half = ((high + low) / 2).to(HALF), ((high - low) / 2).to(HALF)
+        out = {"k_middle": middle[None, None], "k_half": half[None, None]}
+        side = self._common(g)[3] // 2
+        top, bottom = v.topk(side + 1).values[:, -1:], v.topk(side + 1, largest=False).values[:, -1:]
+        for name, x, mid, wide, weight in (
+            ("k", k, middle.float(), half.float(), k_weight),
+            ("v", v, (top + bottom) / 2, (top - bottom) / 2, v_weight),
+        ):
+            y = (x - mid) / wide.clamp_min(torch.finfo(HALF).tiny)
+            inside = (y.abs() <= 1) & (wide > 0)
+            y, weight = y[inside], None if weight is None else weight[inside]
+            if not len(y):  # a constant prompt
+                y = torch.linspace(-1, 1, 2**self.bits)
+            if weight is None and len(y) > SAMPLES:
+                y = y[:: -(-len(y) // SAMPLES)]
+            book = kmeans_1d(y, 2**self.bits, weight).to(HALF)
+            out[f"{name}_book"] = book[None]
+            if self.normed:
+                out[f"{name}_norm"] = q_norm(y, book.float()).to(HALF)[None]
+        return out
+
+
+@dataclass(frozen=True)
+class KVQuant(KVQuantSelf):
+    """Calibrated on other text, once per model.
+
+    Args:
+        calibration: an artifact of scripts/calibrate_kvquant.py, or ``auto``: the one in the user's cache for this model.
+        length: tokens of the sequences that it was made from.
+    """
+
+    calibration: str = "auto"
+    length: int = 2048
+
+    def setting(self) -> dict[str, object]:
+        """What an artifact must agree with."""
+        return {"bits": self.bits, "outliers": self.outliers, "first": self.first, "q_norm": self.normed, "length": self.length}
+
+    def tables(self, model: torch.nn.Module) -> list[Tables]:
+        flat = load_artifact("kvquant", self.calibration, model, self.setting(), "scripts/calibrate_kvquant.py")
+        layers = model.config.get_text_config().num_hidden_layers
+        return [{k.split(".", 1)[1]: t for k, t in flat.items() if k.startswith(f"{i}.")} for i in range(layers)]

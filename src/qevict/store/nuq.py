@@ -1,0 +1,148 @@
+"""Non-uniform codes with outliers in full, as KVQuant defines them (arXiv 2401.18079, sections 3.2 to 3.4).
+
+A value is shifted and scaled to ``y`` in [-1, 1] and stored as the index of the nearest of ``2^b`` centroids. The ``m`` outliers
+of a token's row (all KV heads together) are stored apart, as value and index, in fixed slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from qevict.store.codec import pack, packed_bytes, stored, unpack
+from qevict.store.stream import Field
+
+HALF = torch.float16
+FREE = -1  # index of an outlier slot that is not used
+
+
+def outlier_slots(channels: int, fraction: float) -> int:
+    """Outliers of a row of ``channels`` values: as many high as low, at least one each if there are any."""
+    return 2 * (int(fraction / 2 * channels) + 1) if fraction else 0
+
+
+def nearest(y: Tensor, book: Tensor) -> Tensor:
+    """Index of the nearest centroid. ``y [b, ...]``, ``book [1 or b, 2^b]`` ascending; half-way values go to the lower one."""
+    middles = ((book[:, 1:] + book[:, :-1]) / 2).expand(len(y), -1).contiguous()
+    return torch.searchsorted(middles, y.flatten(1).contiguous()).view(y.shape)
+
+
+def kmeans_1d(x: Tensor, count: int, weight: Tensor | None = None, steps: int = 50) -> Tensor:
+    """Centroids ``[count]``, ascending, of the values ``x [n]``: Lloyd's algorithm from evenly spaced quantiles, exact by
+    prefix sums over the sorted values."""
+    x, order = x.double().sort()
+    w = torch.ones_like(x) if weight is None else weight.double()[order]
+    mass, moment = (torch.cat((t.new_zeros(1), t.cumsum(0))) for t in (w, w * x))
+    at = (torch.arange(count, device=x.device, dtype=x.dtype) + 0.5) / count * mass[-1]
+    book = x[torch.searchsorted(mass[1:], at).clamp_max(len(x) - 1)]
+    for _ in range(steps):
+        edge = torch.searchsorted(x, (book[1:] + book[:-1]) / 2, right=True)
+        edge = torch.cat((edge.new_zeros(1), edge, edge.new_tensor([len(x)])))
+        inside = mass[edge[1:]] - mass[edge[:-1]]
+        new = torch.where(inside > 0, (moment[edge[1:]] - moment[edge[:-1]]) / inside.clamp_min(1e-300), book)
+        if torch.equal(new, book):
+            break
+        book = new
+    return book.float()
+
+
+def percentile(x: Tensor, q: float) -> Tensor:
+    """Percentile of ``x`` along axis 0, ``q`` in [0, 1], linear between neighbours. (torch.quantile refuses large inputs.)"""
+    ordered = x.sort(0).values
+    place = q * (len(x) - 1)
+    low = int(place)
+    return ordered[low].lerp(ordered[min(low + 1, len(x) - 1)], place - low)
+
+
+def q_norm(y: Tensor, book: Tensor) -> Tensor:
+    """``[2]`` scale and offset that give the coded values the mean and deviation of ``y [n]`` (Q-Norm, section 3.6)."""
+    coded = book[nearest(y[None], book[None])[0]]
+    scale = y.std() / coded.std().clamp_min(1e-12) if len(y) > 1 and coded.std() > 0 else torch.ones(())
+    return torch.stack((scale, y.mean() - coded.mean() * scale))
+
+
+@dataclass(frozen=True)
+class NuqCodec:
+    """Codes of keys (``middle`` and ``half`` are static, per channel) or of values (they are of each token's row).
+
+    Args:
+        book: centroids ``[1 or b, 2^bits]`` fp16, ascending.
+        norm: ``[1 or b, 2]`` fp16 scale and offset of the decoded centroids (Q-Norm), or None.
+        middle, half: ``[1 or b, 1, H * d]`` fp16 centre and half width of each channel's range; None: per token.
+        outliers: slots of a row.
+        own: the tables belong to the sequences (not to the model).
+    """
+
+    heads: int
+    dim: int
+    bits: int
+    outliers: int
+    book: Tensor
+    norm: Tensor | None
+    middle: Tensor | None
+    half: Tensor | None
+    own: bool
+
+    @staticmethod
+    def fields(heads: int, dim: int, bits: int, outliers: int, static: bool) -> dict[str, Field]:
+        if heads * dim > torch.iinfo(torch.int16).max:
+            raise ValueError(f"{heads} KV heads of {dim} channels: outlier indices of 16 bits reach {torch.iinfo(torch.int16).max}")
+        spec = {"code": Field(heads, (packed_bytes(dim, bits),), torch.uint8)}
+        if not static:
+            spec |= {"middle": Field(1, (1,), HALF), "half": Field(1, (1,), HALF)}
+        if outliers:
+            spec |= {"outlier": Field(1, (outliers,), HALF), "where": Field(1, (outliers,), torch.int16)}
+        return spec
+
+    @property
+    def spec(self) -> dict[str, Field]:
+        return self.fields(self.heads, self.dim, self.bits, self.outliers, self.middle is not None)
+
+    def encode(self, x: Tensor) -> dict[str, Tensor]:
+        """``x [b, H, t, d]`` fp32."""
+        row = x.transpose(1, 2).flatten(2)  # [b, t, H * d]
+        out, side = {}, self.outliers // 2
+        if self.middle is not None:
+            middle, half = self.middle.float(), self.half.float()
+        else:
+            (high, _), (low, _) = row.topk(side + 1), row.topk(side + 1, largest=False)
+            high, low = high[..., -1:], low[..., -1:]
+            out["middle"], out["half"] = (stored(m, HALF).unsqueeze(1) for m in ((high + low) / 2, (high - low) / 2))
+            middle, half = out["middle"].squeeze(1).float(), out["half"].squeeze(1).float()
+        y = torch.where(half > 0, (row - middle) / torch.where(half > 0, half, 1), 0)
+        if side:
+            # of a token's own range exactly these are left out; a static range has outliers only where y leaves it
+            (high, above), (low, below) = y.topk(side), y.topk(side, largest=False)
+            if self.middle is not None:
+                above, below = above.masked_fill(high <= 1, FREE), below.masked_fill(low >= -1, FREE)
+            where = torch.cat((above, below), -1)
+            value = row.gather(-1, where.clamp_min(0))
+            out["outlier"], out["where"] = stored(value, HALF).unsqueeze(1), where.to(torch.int16).unsqueeze(1)
+        codes = nearest(y, self.book.float()).to(torch.uint8).unflatten(-1, (self.heads, self.dim)).transpose(1, 2)
+        return out | {"code": pack(codes, self.bits)}
+
+    def decode(self, data: dict[str, Tensor]) -> Tensor:
+        codes = unpack(data["code"], self.bits, self.dim).transpose(1, 2).flatten(2)
+        book = self.book.float()
+        if self.norm is not None:
+            book = book * self.norm[:, :1].float() + self.norm[:, 1:].float()
+        y = book.expand(len(codes), -1).gather(1, codes.flatten(1).long()).view(codes.shape)
+        static = self.middle is not None
+        middle, half = (self.middle, self.half) if static else (data["middle"].squeeze(1), data["half"].squeeze(1))
+        row = y * half.float() + middle.float()
+        if self.outliers:
+            where = data["where"].squeeze(1).long()
+            where = torch.where(where < 0, row.shape[-1], where)  # a free slot writes beyond the row
+            row = torch.nn.functional.pad(row, (0, 1)).scatter_(-1, where, data["outlier"].squeeze(1).float())[..., :-1]
+        return row.unflatten(-1, (self.heads, self.dim)).transpose(1, 2)
+
+    def select(self, index: Tensor) -> NuqCodec:
+        if not self.own:
+            return self
+        names = ("book", "norm", "middle", "half")
+        return replace(self, **{n: t.index_select(0, index) for n in names if (t := getattr(self, n)) is not None})
+
+    def tables(self) -> list[Tensor]:
+        return [t for t in (self.book, self.norm, self.middle, self.half) if t is not None] if self.own else []
