@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
+from hydra.utils import instantiate
 
 from evals.cli import EXPECTED, one_line
 from evals.report import figure_score_bytes, show
@@ -22,13 +23,19 @@ from evals.runner import run
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
 
+def is_fixed(method: str) -> bool:
+    """Methods that a budget cannot change (FullKV, a quantizer alone) are run once."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return instantiate(compose("config", overrides=[f"method={method}"]).method).fixed
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--methods", nargs="+", required=True)
     parser.add_argument("--budgets", nargs="+", required=True, type=float)
     parser.add_argument("--out", required=True, type=Path, help="folder for table.json, figure.png and figure.svg")
     options, overrides = parser.parse_known_args()
-    cells = [(m, b) for m in options.methods for b in (options.budgets if m != "fullkv" else [1.0])]
+    cells = [(m, b) for m in options.methods for b in ([1.0] if is_fixed(m) else options.budgets)]
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

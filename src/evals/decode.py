@@ -27,6 +27,7 @@ class Generation:
     bytes_final: dict[str, int]
     ratio_peak: float
     ratio_final: float
+    budget_used_peak: float
 
 
 @dataclass
@@ -37,9 +38,11 @@ class _Bytes:
     last: dict[str, int] = field(default_factory=dict)
     ratio_peak: float = 0.0
     ratio: float = 0.0
+    used_peak: float = 0.0
 
-    def read(self, cache: TierCache) -> None:
+    def read(self, cache: TierCache, prompt: int) -> None:
         self.last = measure(cache)
+        self.used_peak = max(self.used_peak, self.last["total"] / cache.budget.resolve(cache.geometry, prompt, cache.store.seen))
         self.ratio = self.last["total"] / full_bytes(cache)
         self.ratio_peak = max(self.ratio_peak, self.ratio)
         if self.last["total"] > self.peak["total"]:
@@ -90,7 +93,7 @@ def generate(model, cache: TierCache, prompt: Prompt, max_new_tokens: int, stop:
     began = _now(device)
     token = step.prefill(prompt)
     ttft = _now(device) - began
-    held.read(cache)
+    held.read(cache, len(prompt.context))
     tokens, spent = [], 0.0
     while token not in stop and len(tokens) < max_new_tokens:
         tokens.append(token)
@@ -99,7 +102,7 @@ def generate(model, cache: TierCache, prompt: Prompt, max_new_tokens: int, stop:
         began = _now(device)
         token = step([token])
         spent += _now(device) - began
-        held.read(cache)
+        held.read(cache, len(prompt.context))
     steps = len(tokens) - 1 if len(tokens) == max_new_tokens else len(tokens)
     budget = cache.budget
     limit = budget.resolve(cache.geometry, len(prompt.context), cache.store.seen)
@@ -113,6 +116,7 @@ def generate(model, cache: TierCache, prompt: Prompt, max_new_tokens: int, stop:
         bytes_final=held.last,
         ratio_peak=held.ratio_peak,
         ratio_final=held.ratio,
+        budget_used_peak=held.used_peak,
     )
 
 

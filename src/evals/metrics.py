@@ -48,6 +48,7 @@ def summarize(rows: Sequence[dict]) -> dict:
         "kv_bytes_final": of("kv_bytes_final", mean),
         "kv_ratio_peak": of("kv_ratio_peak", max),
         "kv_ratio_final": of("kv_ratio_final", mean),
+        "budget_used_peak": of("budget_used_peak", max),
         "ttft_ms": of("ttft_ms", median),
         "tpot_ms": of("tpot_ms", median),
         "new_tokens": of("new_tokens", mean),

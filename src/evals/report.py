@@ -34,7 +34,7 @@ def show(rows: Sequence[dict], title: str | None = None) -> None:
         cells = [r["per_task"].get(t, {}) for t in tasks]
         table.add_row(
             r["method"],
-            r["budget_asked"],
+            r["budget_asked"] + (" grow" if r["decode"] == "grow" else ""),
             *(_score(c.get("score"), c.get("stderr")) for c in cells),
             _score(r["score"], r["stderr"]),
             str(r["n"]),

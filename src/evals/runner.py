@@ -27,7 +27,8 @@ from qevict.hf.loading import load_config, load_model, load_tokenizer, resolve
 from qevict.policy import Policy
 
 FIELDS = {
-    "seed": (int,), "progress": (bool,), "results_dir": (str,), "method_name": (str,), "cache.dtype": (str,), "cache.basis": (str,),
+    "seed": (int,), "progress": (bool,), "results_dir": (str,), "method_name": (str,),
+    "cache.dtype": (str,), "cache.basis": (str,), "cache.decode": (str,),
     "model.path": (str,), "model.revision": (str, type(None)), "model.dtype": (str,), "model.device": (str,),
 }  # fmt: skip
 WORKSPACE_STEPS = 10  # decode steps whose workspace is measured; covers a routing event of the default methods
@@ -68,14 +69,15 @@ def plan(config: DictConfig) -> Plan:
         raise ValueError(f"logger.name={config.logger.name}: choose none or wandb")
     policy = instantiate(config.method)
     benchmark = instantiate(config.task)
-    unlimited = type(policy).layout is Policy.layout  # a method that keeps everything has no budget to choose
+    unlimited = policy.unlimited  # a method that keeps everything has no budget to choose
     if unlimited:
         asked = {"fraction": 1.0}
     elif config.budget_bytes is None and config.budget_tokens is None:
         asked = {"fraction": config.budget}
     else:
         asked = {"nbytes": config.budget_bytes, "tokens": config.budget_tokens}
-    budget = Budget(**asked, basis=config.cache.basis, max_new_tokens=config.task.max_new_tokens)
+    cache = config.cache
+    budget = Budget(**asked, basis=cache.basis, max_new_tokens=config.task.max_new_tokens, decode=cache.decode)
     hub_config = load_config(model.path, model.revision)
     dtype = config.cache.dtype
     if dtype not in DTYPES:
@@ -152,6 +154,7 @@ def run(config: DictConfig, announce=print, stopping=lambda: False) -> dict:
             "task": job.benchmark.name,
             "budget": job.budget.fraction,
             "budget_asked": str(job.budget),
+            "decode": job.budget.decode,
             **summarize(rows),
             **extra,
         }
@@ -245,6 +248,7 @@ def _one(job: Plan, model, new_cache, sample: Sample, prompt: Prompt, stop: set[
         "kv_bytes_final": made.bytes_final["total"],
         "kv_ratio_peak": made.ratio_peak,
         "kv_ratio_final": made.ratio_final,
+        "budget_used_peak": made.budget_used_peak,
         "kv_parts_peak": made.bytes_peak,
         "kv_parts_final": made.bytes_final,
         "ttft_ms": made.ttft_ms,

@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import SafetensorError
@@ -24,9 +25,14 @@ def cache_dir() -> Path:
     return Path(os.environ.get("QEVICT_CACHE") or Path(base) / "qevict")
 
 
+_digests: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
+
+
 def model_digest(model: torch.nn.Module) -> str:
     """Identity of a model's keys and values: its sizes and its key and value projections, whatever type they are loaded in
     (they are compared in bfloat16)."""
+    if model in _digests:
+        return _digests[model]
     config = model.config.get_text_config()
     sizes = [
         config.model_type,
@@ -40,7 +46,8 @@ def model_digest(model: torch.nn.Module) -> str:
         for name in ("k_proj", "v_proj"):
             weight = getattr(layer.self_attn, name).weight.detach().to("cpu", torch.bfloat16)
             sha.update(weight.contiguous().view(torch.uint8).numpy().tobytes())
-    return sha.hexdigest()[:16]
+    _digests[model] = sha.hexdigest()[:16]
+    return _digests[model]
 
 
 def artifact_path(kind: str, digest: str, setting: dict[str, object]) -> Path:

@@ -72,6 +72,16 @@ class Policy:
     def scored(self) -> bool:
         return bool(self.channels)
 
+    @property
+    def unlimited(self) -> bool:
+        """Keeps everything at full precision: there is no budget to choose."""
+        return type(self).layout is Policy.layout
+
+    @property
+    def fixed(self) -> bool:
+        """Its bytes follow from the number of tokens alone: one point on the byte axis, which budget=1 gives."""
+        return self.unlimited
+
     def groups(self, g: Geometry) -> int:
         return g.kv_heads if self.per_head else 1
 

@@ -57,6 +57,10 @@ class Quantizer(Policy):
                 "as SnapKV or CriticalKV"
             )
 
+    @property
+    def fixed(self) -> bool:
+        return self.evict is None
+
     # -- what a method says ---------------------------------------------------------------------------------------------
 
     def specs(self, g: Geometry) -> tuple[dict[str, Field], dict[str, Field]]:
