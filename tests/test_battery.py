@@ -32,7 +32,7 @@ each = pytest.mark.parametrize("name", METHODS)  # nearest to the function: the 
 
 LENGTHS, STEPS = (60, 1, 33), 26
 SMALL = {"observe": 8, "interval": 8}  # larger values of these fields are cut to this
-NEAR = 1e-4  # of logits that reach 10 or so, fp32
+NEAR, ROUNDED = 1e-4, 2e-3  # of fp32 logits that reach 5 or so; where noise may move the rounding of a scale in fp16
 
 
 # -- from a file to a cache that fits -----------------------------------------------------------------------------------
@@ -52,8 +52,10 @@ def small(policy: Policy, head_dim: int | None) -> Policy:
 
 
 @once
-def budget_for(policy: Policy, g: Geometry, lengths: tuple[int, ...], steps: int, decode: str = "capped") -> Budget:
-    """Half more than the least that the method works with, so that it has to choose; everything for one that cannot choose."""
+def budget_for(policy: Policy, g: Geometry, lengths: tuple[int, ...], steps: int, decode: str, times: float) -> Budget:
+    """``times`` the least that the method works with, so that it has to choose; everything for one that cannot choose. Codes are
+    so small that with more than the least nothing would be dropped."""
+    times = 1 if isinstance(policy, Quantizer) else times
     for count in range(2, 200, 2):
         budget = Budget(tokens=count, decode=decode)
         try:
@@ -61,9 +63,17 @@ def budget_for(policy: Policy, g: Geometry, lengths: tuple[int, ...], steps: int
         except BudgetError:
             continue
         if decode == "grow" or all(x.interval for x in layouts):
-            return Budget(tokens=count * 3 // 2, decode=decode)
+            return Budget(tokens=int(count * times), decode=decode)
     assert keeps_everything(policy), "no budget is enough"
     return Budget(fraction=1.0, decode=decode)
+
+
+def codes(policy: Policy) -> bool:
+    return isinstance(policy, Quantizer) or policy.codec(geometry_of(tiny().config, torch.float32)) is not None
+
+
+def near(policy: Policy) -> float:
+    return ROUNDED if codes(policy) else NEAR
 
 
 def keeps_everything(policy: Policy) -> bool:
@@ -100,16 +110,16 @@ class Lab:
         if (name, model, fit) not in self.policies:
             g = geometry_of(model.config, model.dtype)
             policy = small(instantiate(OmegaConf.load(FOLDER / f"{name}.yaml").method), g.head_dim if fit else None)
-            if hasattr(policy, "calibration"):
+            if any(f.name == "calibration" for f in fields(policy)):
                 path = self.folder / f"{len(self.policies)}.safetensors"
                 policy = replace(policy, calibration=calibrate(policy, g, model, path))
             self.policies[name, model, fit] = policy
         return self.policies[name, model, fit]
 
-    def cache(self, name: str, lengths, steps: int = STEPS, model=None, decode: str = "capped", fit: bool = True) -> TierCache:
+    def cache(self, name: str, lengths, steps: int = STEPS, model=None, decode="capped", fit=True, times=1.5) -> TierCache:
         model = model or tiny()
-        policy = self.policy(name, model, fit)
-        return TierCache(model, policy, budget_for(policy, geometry_of(model.config, model.dtype), tuple(lengths), steps, decode))
+        policy, g = self.policy(name, model, fit), geometry_of(model.config, model.dtype)
+        return TierCache(model, policy, budget_for(policy, g, tuple(lengths), steps, decode, times))
 
     def fresh(self, name: str, rows: tuple[int, ...]) -> tuple[torch.Tensor, TierCache]:
         """Logits of some of the shared prompts together, without padding that none of them needs."""
@@ -200,16 +210,17 @@ def close_while_intact(model, reference, cache, ids: torch.Tensor, steps: int) -
     return same_until
 
 
-def assert_alone(lab: Lab, name: str, model, lengths: list[int], steps: int, within: float) -> None:
-    """Logits of a padded batch are finite and those of each prompt alone."""
+def assert_alone(lab: Lab, name: str, model, lengths: list[int], steps: int, times: float = 1) -> None:
+    """Logits of a padded batch are finite and those of each prompt alone, within ``times`` the usual."""
     ids, mask = left_padded(lengths)
     forced = tokens(len(lengths), steps, seed=1)
-    got = forced_logits(model, lab.cache(name, lengths, steps, model), ids, mask, forced)
+    cache = lab.cache(name, lengths, steps, model)
+    got = forced_logits(model, cache, ids, mask, forced)
     assert got.isfinite().all()
     for row, length in enumerate(lengths):
         one = slice(row, row + 1)
         alone = forced_logits(model, lab.cache(name, lengths, steps, model), ids[one, -length:], None, forced[one])
-        assert gap(got[one], alone) < within, f"the prompt of {length} tokens"
+        assert gap(got[one], alone) < times * near(cache.policy), f"the prompt of {length} tokens"
 
 
 # -- batches ------------------------------------------------------------------------------------------------------------
@@ -219,15 +230,15 @@ def assert_alone(lab: Lab, name: str, model, lengths: list[int], steps: int, wit
 def test_batch_equals_each_alone(lab, name):
     got, cache = lab.fresh(name, (0, 1, 2))
     lab.runs[name, (0, 1, 2)] = got
-    if not keeps_everything(cache.policy):
-        assert (stored(cache)[:, 0].sum() < cache.store.seen * stored(cache)[:, 0].numel()), "nothing was dropped"
+    dropped = int(stored(cache)[:, 0].max()) < LENGTHS[0] + STEPS
+    assert dropped != keeps_everything(cache.policy) or cache.store.layouts[0].codes, "a budget at which nothing has to be chosen"
     for row in range(3):
-        assert gap(got[row], lab.run(name, (row,))[0]) < NEAR, f"the prompt of {LENGTHS[row]} tokens"
+        assert gap(got[row], lab.run(name, (row,))[0]) < near(cache.policy), f"the prompt of {LENGTHS[row]} tokens"
 
 
 @each
 def test_order_is_irrelevant(lab, name):
-    assert gap(lab.run(name, (2, 0, 1)), lab.run(name, (0, 1, 2))[[2, 0, 1]]) < NEAR
+    assert gap(lab.run(name, (2, 0, 1)), lab.run(name, (0, 1, 2))[[2, 0, 1]]) < near(lab.policy(name))
     first, second = lab.run(name, (0,)), lab.run(name, (2,))  # and now the other way round
     assert torch.equal(lab.fresh(name, (2,))[0], second)
     assert torch.equal(lab.fresh(name, (0,))[0], first)
@@ -267,8 +278,7 @@ def test_short_prompts(lab, name, length):
     n = {"1": 1, "w-1": w - 1, "w": w, "w+1": w + 1}[length]
     budget = Budget(fraction=1.0) if keeps_everything(policy) else Budget(tokens=64)
     compared = close_while_intact(tiny(), plain(), TierCache(tiny(), policy, budget), tokens(2, n), 5)
-    coded = isinstance(policy, Quantizer) or policy.codec(geometry_of(tiny().config, torch.float32)) is not None
-    assert coded or compared == 6, "something was dropped although everything fits"
+    assert codes(policy) or compared == 6, "something was dropped although everything fits"
 
 
 @once
@@ -284,24 +294,24 @@ def untouched(**changes):
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @each
 def test_head_dims(lab, name, head_dim):
-    model, lengths, fit = llama(head_dim=head_dim), [50], False
+    model, refused = llama(head_dim=head_dim), None
     try:
-        cache = lab.cache(name, lengths, 10, model, fit=False)
+        cache = lab.cache(name, [50], 10, model, fit=False)
     except ValueError as error:
-        assert any(f"method.{f.name}" in str(error) for f in fields(lab.policy(name, model))), f"{error} names no field"
-        fit = True
-        cache = lab.cache(name, lengths, 10, model)
+        refused = str(error)
+        cache = lab.cache(name, [50], 10, model)
+    assert refused is None or any(f"method.{f.name}" in refused for f in fields(cache.policy)), f"{refused!r} names no field"
     out = forced_logits(model, cache, tokens(1, 50), None, tokens(1, 10, seed=1))
-    assert out.isfinite().all(), f"after a change of field: {fit}"
+    assert out.isfinite().all()
     assert torch.equal(out[:, 0], call(untouched(head_dim=head_dim), DynamicCache(), tokens(1, 50)).logits[:, -1])
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
 @each
 def test_query_groups(lab, name, group):
-    sizes = {"num_attention_heads": 2 * group, "head_dim": 16}
+    sizes = {"num_attention_heads": 2 * group, "head_dim": 16, "hidden_size": 32 * group}
     model, reference = llama(**sizes), untouched(**sizes)
-    assert_alone(lab, name, model, [30, 12], 9, NEAR)
+    assert_alone(lab, name, model, [30, 12], 9)
     policy = lab.policy(name, model)
     budget = Budget(fraction=1.0) if keeps_everything(policy) else Budget(tokens=64)
     close_while_intact(model, reference, TierCache(model, policy, budget), tokens(1, 12), 3)
@@ -346,7 +356,7 @@ def biased():
 
 @each
 def test_biased_keys(lab, name):
-    assert_alone(lab, name, biased(), [40, 9], 18, 10 * NEAR)  # logits of attention are ten times as large
+    assert_alone(lab, name, biased(), [40, 9], 18, times=10)  # logits of attention are as many times as large
 
 
 @once
@@ -368,8 +378,10 @@ def test_ties(lab, name):
     assert torch.equal(out, forced_logits(model, second, ids, None, forced))
     assert same(contents(first), contents(second))
     assert torch.equal(out[0], out[1])
-    for row in (0, 1):
-        first.batch_select_indices(torch.tensor([row])) if row == 0 else second.batch_select_indices(torch.tensor([row]))
+    for row, cache in enumerate((first, second)):
+        cache.batch_select_indices(torch.tensor([row]))
+        if hasattr(cache.store, "write"):  # where the last token went; chosen anew before the next one is stored
+            cache.store.write.zero_()
     assert same(contents(first), contents(second)), "equal rows hold different content"
 
 
@@ -389,8 +401,8 @@ def assert_newest_in_full(cache: TierCache) -> None:
 
 
 def assert_newest_known(cache: TierCache, stream: Stream) -> None:
-    """The newest ``observe`` tokens (all, without an evictor) are what the stored ones resemble most, and those that are not
-    coded yet are exact."""
+    """The newest ``observe`` tokens (all, without an evictor) are what the stored ones resemble most. Those that are not coded are
+    exact, unless they came through a selection (it may have read them from codes)."""
     policy = cache.policy
     (group,) = cache.store.groups
     for i, layer in enumerate(group.layers):
@@ -399,6 +411,8 @@ def assert_newest_known(cache: TierCache, stream: Stream) -> None:
         truth = [torch.from_numpy(x[i]) for x in (stream.k, stream.v)]
         for x, y, coded in zip(held, truth, policy.coded(layer.base, layer.n), strict=True):
             tail = layer.n - policy.sink - coded
+            if policy.evict is not None:
+                tail = min(tail, newest, layer.n - layer.base)
             assert tail <= 0 or torch.equal(x[:, :, -tail:], y[:, :, -tail:]), "a token that is not coded is not exact"
         distance = torch.cdist(torch.cat(held, -1)[:, :, -newest:], torch.cat(truth, -1))
         expected = torch.arange(stream.seen - newest, stream.seen)
@@ -474,16 +488,22 @@ def test_measured_bytes(lab, name):
     assert selections > 5 or isinstance(policy, Quantizer) or budget.unlimited
 
 
+def expected_bytes(cache: TierCache) -> int:
+    """The closed form for a single sequence."""
+    policy, store, g = cache.policy, cache.store, cache.geometry
+    if isinstance(store, History):
+        layer = store.groups[0].layers[0]
+        return policy.total(g, layer.base, layer.n, cache.budget.once)
+    return store.layouts[0].persistent_bytes or policy.costs(g, 0).total(g, store.full.slots, 0)
+
+
 @each
-def test_quantizers_bytes_have_a_closed_form(lab, name):
-    policy, g, prompt = lab.policy(name), geometry_of(tiny().config, torch.float32), 50
-    if not (isinstance(policy, Quantizer) and policy.evict is None):
-        pytest.skip("the layout says it, see test_measured_bytes")
-    cache = TierCache(tiny(), policy, 1.0)
-    stream = Stream(tiny(), cache, [prompt])
-    for n in (prompt, *[1] * 30):
+def test_bytes_have_a_closed_form(lab, name):
+    cache = lab.cache(name, [50], 30)
+    stream = Stream(tiny(), cache, [50])
+    for n in (50, *[1] * 18, 7, *[1] * 5):
         stream.feed(n)
-        assert measure(cache)["total"] == policy.total(g, prompt, stream.seen), f"at {stream.seen} tokens"
+        assert measure(cache)["total"] == expected_bytes(cache), f"at {stream.seen} tokens"
 
 
 @each
@@ -497,15 +517,17 @@ def test_grow(lab, name):
         stream.feed(1)
         total.append(measure(cache)["total"])
         assert torch.equal(stored(cache), count + step), f"{step} tokens after the prompt"
-    # a coded token is smaller than one in full, so bytes may fall where a block of tokens is coded
-    assert total[-1] > total[0] and (isinstance(cache.policy, Quantizer) or total == sorted(total))
+    # coded tokens are smaller, so a quantizer's bytes fall again where a block of them is coded
+    assert max(total) > total[0] and (isinstance(cache.policy, Quantizer) or total == sorted(total))
 
 
 @once
 def lopsided():
-    """The values of one head of the first layer are almost zero, so that methods that weigh them give it nothing."""
+    """The first layer attends to all tokens alike, and the values of one of its heads are almost zero: a method that shares slots
+    by risk gives it nothing."""
     model = build("llama")
     with torch.no_grad():
+        model.get_decoder().layers[0].self_attn.q_proj.weight.zero_()
         model.get_decoder().layers[0].self_attn.v_proj.weight[:16] *= 1e-6
     return model
 
@@ -514,7 +536,7 @@ def lopsided():
 @each
 def test_heads_that_get_nothing(lab, name, decode):
     model, lengths, steps = lopsided(), [60, 45], 18
-    cache = lab.cache(name, lengths, steps, model, decode)
+    cache = lab.cache(name, lengths, steps, model, decode, times=1)
     ids, mask = left_padded(lengths)
     forced = tokens(2, steps, seed=1)
     out = call(model, cache, ids, mask, (mask.cumsum(-1) - 1).clamp_min(0)).logits[:, -1]
@@ -553,5 +575,5 @@ def test_selected_rows_continue(lab, name):
     twin.batch_select_indices(rows)
     assert torch.equal(stored(twin), stored(cache)[:, rows])
     expected = advance(tiny(), cache, mask, forced[:, 9:])
-    assert gap(advance(tiny(), twin, mask[rows], forced[rows][:, 9:]), expected[rows]) < NEAR
+    assert gap(advance(tiny(), twin, mask[rows], forced[rows][:, 9:]), expected[rows]) < near(cache.policy)
     assert torch.equal(stored(twin), stored(cache)[:, rows])

@@ -42,9 +42,9 @@ class DefensiveKV(SnapKV):
         if self.bias not in ("prefix", "window"):
             raise ValueError(f"bias={self.bias!r}: choose prefix or window")
 
-    def smooth(self, peak: Tensor) -> Tensor:
-        """Pooled along the last axis; each row keeps its sum."""
-        pooled = self.pool(peak)
+    def smooth(self, peak: Tensor, token: Tensor) -> Tensor:
+        """Pooled along the last axis; each row keeps its sum. ``token`` is False on what is none (padding, free slots)."""
+        pooled = self.pool(peak) * token
         return pooled * (peak.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True).clamp_min(torch.finfo(peak.dtype).tiny))
 
     def prompt_scores(self, view: PromptView) -> dict[str, Tensor]:
@@ -53,7 +53,7 @@ class DefensiveKV(SnapKV):
         attention = view.attention(rows)
         score = attention.sum(-2).mean(2)
         if prefix:
-            attention[..., :prefix] = self.smooth(attention[..., :prefix])
+            attention[..., :prefix] = self.smooth(attention[..., :prefix], view.real[:, None, None, None, :prefix])
         return {"score": score, "peak": attention.amax((2, 3))}
 
     def value_weight(self, norm: Tensor) -> Tensor:
@@ -61,7 +61,9 @@ class DefensiveKV(SnapKV):
         return norm / norm.sum(1, keepdim=True).clamp_min(torch.finfo(norm.dtype).tiny)
 
     def refresh(self, c: Candidates) -> Candidates:
-        return replace(c, peak=in_order(self.smooth, c.peak, c.unit))
+        held = (c.unit >= 0).sum(-1, keepdim=True)  # in order, free slots come first
+        token = torch.arange(c.unit.shape[-1], device=c.unit.device) >= c.unit.shape[-1] - held
+        return replace(c, peak=in_order(lambda peak: self.smooth(peak, token), c.peak, c.unit))
 
     def rank(self, c: Candidates) -> Tensor:
         """Risk times weight; the first stage and the newest ``observe`` tokens share the layer's highest value."""

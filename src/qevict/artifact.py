@@ -29,8 +29,7 @@ _digests: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
 
 
 def model_digest(model: torch.nn.Module) -> str:
-    """Identity of a model's keys and values: its sizes and its key and value projections, whatever type they are loaded in
-    (they are compared in bfloat16)."""
+    """Identity of a model's keys and values: its sizes and its key and value projections, whatever type they are loaded in."""
     if model in _digests:
         return _digests[model]
     config = model.config.get_text_config()
@@ -44,7 +43,8 @@ def model_digest(model: torch.nn.Module) -> str:
     sha = hashlib.sha256(json.dumps(sizes).encode())
     for layer in model.get_decoder().layers:
         for name in ("k_proj", "v_proj"):
-            weight = getattr(layer.self_attn, name).weight.detach().to("cpu", torch.bfloat16)
+            # a weight published in either half type gives the same here, whatever type it is loaded in
+            weight = getattr(layer.self_attn, name).weight.detach().to("cpu", torch.float16).to(torch.bfloat16)
             sha.update(weight.contiguous().view(torch.uint8).numpy().tobytes())
     _digests[model] = sha.hexdigest()[:16]
     return _digests[model]

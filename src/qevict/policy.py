@@ -82,6 +82,10 @@ class Policy:
         """Its bytes follow from the number of tokens alone: one point on the byte axis, which budget=1 gives."""
         return self.unlimited
 
+    def calibration_id(self, model: torch.nn.Module) -> str | None:
+        """Identity of what the method was calibrated to on other text; None: nothing."""
+        return None
+
     def groups(self, g: Geometry) -> int:
         return g.kv_heads if self.per_head else 1
 

@@ -6,6 +6,7 @@ Its bytes are a fixed point: at a budget below its floor it is refused, or it ho
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -98,6 +99,15 @@ class Quantizer(Policy):
         """
         return None
 
+    def calibration_id(self, model: torch.nn.Module) -> str | None:
+        tables = self.tables(model)
+        if tables is None:
+            return None
+        sha = hashlib.sha256()
+        for name, tensor in ((n, t) for layer in tables for n, t in sorted(layer.items())):
+            sha.update(name.encode() + tensor.cpu().contiguous().numpy().tobytes())
+        return sha.hexdigest()[:16]
+
     # -- bytes ----------------------------------------------------------------------------------------------------------
 
     def codec(self, g: Geometry) -> None:
@@ -153,16 +163,10 @@ class Quantizer(Policy):
     def _share(self, g: Geometry, budget: Budget, prompt: int, seen: int) -> Layout:
         """How many tokens the evictor may keep, so that the budget holds at every step up to the next selection."""
         once, least = budget.once, self.sink + self.evict.observe + 1
-        allowed = budget.resolve(g, prompt, seen)
-
-        def spare(count: int, interval: int) -> int:
-            steps = range(interval + 1)
-            return min(budget.resolve(g, prompt, seen + j) - self.total(g, count, count + j, once) for j in steps)
-
-        interval = 0 if once else self.evict.interval
-        while interval > 1 and spare(least, interval) < 0:
+        allowed, interval = budget.resolve(g, prompt, seen), 0 if once else self.evict.interval
+        while interval > 1 and self._spare(g, budget, prompt, seen, least, interval) < 0:
             interval //= 2
-        if spare(least, interval) < 0:
+        if self._spare(g, budget, prompt, seen, least, interval) < 0:
             need = max(self.total(g, least, least + j, once) for j in range(interval + 1))
             share = -(-need * 10000 // g.full_bytes(budget.basis_tokens(prompt, seen))) / 10000
             raise BudgetError(
@@ -170,11 +174,24 @@ class Quantizer(Policy):
                 f"{type(self).__name__} with {type(self.evict).__name__} needs: smallest workable: {need} bytes "
                 f"(budget>={share:g}, or budget_bytes={need})"
             )
-        # the least that a token costs bounds the count from above; blocks make bytes a saw-tooth, so walk down from there
+        # the least that a token costs bounds the count from above
         cost = max(1, (self.total(g, 4096, 4096, once) - self.total(g, 2048, 2048, once)) // 2048)
-        count = max(least, min(max(seen, least), allowed // cost))
-        while count > least and spare(count, interval) < 0:
-            count -= 1
-        return Layout(
-            1, interval, self.sink, self.evict.observe, 0, count, 0, allowed, self.total(g, count, count, once)
-        )  # fmt: skip
+        count = self.fit(g, budget, prompt, seen, interval, max(least, min(seen, allowed // cost)))
+        return Layout(1, interval, self.sink, self.evict.observe, 0, count, 0, allowed, self.total(g, count, count, once))
+
+    def _spare(self, g: Geometry, budget: Budget, prompt: int, seen: int, count: int, interval: int) -> int:
+        """Bytes left at the tightest step up to the next selection, if ``count`` tokens are held now."""
+        steps = range(interval + 1)
+        return min(budget.resolve(g, prompt, seen + j) - self.total(g, count, count + j, budget.once) for j in steps)
+
+    def fit(self, g: Geometry, budget: Budget, prompt: int, seen: int, interval: int, most: int) -> int:
+        """The largest number of tokens, up to ``most``, that keeps the budget. Blocks make bytes a saw-tooth, so fewer tokens
+        may cost more: the count is walked down.
+
+        Raises:
+            BudgetError: there is none.
+        """
+        for count in range(most, min(most, self.sink + self.evict.observe + 1) - 1, -1):
+            if self._spare(g, budget, prompt, seen, count, interval) >= 0:
+                return count
+        raise BudgetError(f"a budget of {budget.resolve(g, prompt, seen)} bytes at {seen} tokens cannot hold what {self} needs")

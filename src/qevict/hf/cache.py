@@ -9,6 +9,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from qevict.budget import Budget, Geometry
+from qevict.engine import cpu
 from qevict.hf.attention import NAME
 from qevict.hf.rope import Rope
 from qevict.policy import Policy, PromptView
@@ -17,6 +18,7 @@ from qevict.store.arena import Arena
 from qevict.store.history import History
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+BACKENDS = ("auto", "reference", "cpu")
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -91,6 +93,8 @@ class TierCache(Cache):
         policy: the method, for example ``QEvict()``.
         budget: a fraction of FullKV's bytes, or a :class:`Budget`.
         dtype: storage type of full-precision keys and values; None: the model's.
+        backend: how single tokens are decoded: ``reference`` (PyTorch), ``cpu`` (the fused kernel), or ``auto``: the fused kernel
+            where it can be built and knows the head dimension.
 
     Raises:
         ValueError: an unsupported family, sliding-window attention, or length-dependent RoPE.
@@ -103,6 +107,7 @@ class TierCache(Cache):
         policy: Policy,
         budget: float | Budget = 1.0,
         dtype: torch.dtype | str | None = None,
+        backend: str = "auto",
     ):
         if not isinstance(policy, Policy):
             raise ValueError(f"{policy!r} is not a method: give an object such as QEvict()")
@@ -111,6 +116,9 @@ class TierCache(Cache):
         if dtype not in (None, *DTYPES.values()):
             raise ValueError(f"cache dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
         self.geometry = geometry_of(config, dtype or model.dtype)
+        if backend not in BACKENDS:
+            raise ValueError(f"backend={backend!r}: choose one of {', '.join(BACKENDS)}")
+        self.backend = backend
         self.rope = Rope(model.get_decoder().rotary_emb)
         if config._attn_implementation != NAME:
             model.set_attn_implementation(NAME)
@@ -127,6 +135,23 @@ class TierCache(Cache):
         self.turn_open, self._real = True, None
         for layer in self.layers:
             layer.seen, layer.pending = 0, None
+
+    def _backend(self, device: torch.device) -> str:
+        """What ``auto`` comes to on a device.
+
+        Raises:
+            ValueError: the backend that was asked for does not work here.
+        """
+        if self.backend == "reference":
+            return "reference"
+        fits = cpu.supports(self.geometry.head_dim, device)
+        if self.backend == "cpu":
+            if not fits:
+                raise ValueError(
+                    f"backend=cpu: head dimension {self.geometry.head_dim} on {device} is not supported; use reference"
+                )
+            cpu.library()  # says why, if it cannot be had
+        return "cpu" if fits and cpu.available() else "reference"
 
     def new_turn(self) -> None:
         """Announce that the next multi-token call is a new turn, although no token was generated since the last one."""
@@ -161,7 +186,10 @@ class TierCache(Cache):
         if self._in_prompt:
             real, shift = _prompt_grid(k.shape[0], n, mask, positions, k.device)
             common = (self.geometry, self.policy, self.budget, self.rope, real, shift)
-            self.store = History(*common, self.tables) if isinstance(self.policy, Quantizer) else Arena(*common)
+            if isinstance(self.policy, Quantizer):
+                self.store = History(*common, self.tables)
+            else:
+                self.store = Arena(*common, self._backend(k.device))
             self._real = real
             self.turn_open = False
         elif n == 1:

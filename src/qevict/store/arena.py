@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qevict.budget import Budget, Geometry, Layout
+from qevict.engine.cpu import Decoder
 from qevict.engine.reference import Block, attend, projected_norm
 from qevict.hf.rope import Rope
 from qevict.policy import Candidates, Policy, PromptView
@@ -31,12 +32,22 @@ class Arena:
     Args:
         real: ``[B, T]`` False where the prompt is padding (on the left).
         shift: ``[B]`` position minus column of each sequence.
+        backend: ``reference`` or ``cpu`` (the fused kernel), for single generated tokens.
 
     Raises:
         BudgetError: the budget cannot hold what the method must keep for one of the sequences.
     """
 
-    def __init__(self, geometry: Geometry, policy: Policy, budget: Budget, rope: Rope, real: Tensor, shift: Tensor):
+    def __init__(
+        self,
+        geometry: Geometry,
+        policy: Policy,
+        budget: Budget,
+        rope: Rope,
+        real: Tensor,
+        shift: Tensor,
+        backend: str = "reference",
+    ):
         self.geometry, self.policy, self.budget, self.rope = geometry, policy, budget, rope
         self.batch, self.prompt = real.shape
         self.device = real.device
@@ -69,6 +80,7 @@ class Arena:
         self.sink = torch.zeros(2, *heads, sinks, g.head_dim, dtype=g.dtype, device=self.device)
         self.write = torch.zeros(*heads, dtype=torch.int64, device=self.device)  # flat slot that new tokens go to
         self.modules: dict[int, weakref.ref] = {}  # attention modules by layer; a copied cache must not copy the model
+        self.fused = Decoder(self) if backend == "cpu" else None
         self.event_rows = self.everyone  # sequences whose scores await `carry`
         self.held: dict[int, tuple[Tensor, Tensor, Candidates]] = {}  # prompts that wait for the layers to share slots
         self.turns: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}  # a turn that waits for all layers to see it
@@ -162,6 +174,8 @@ class Arena:
         if (self.seen - self.origin) % self.policy.window == 0:
             self.open_unit()
         self.seen += 1
+        if self.fused is not None:
+            self.fused.begin()
 
     def open_unit(self) -> None:
         """Before a token that begins a unit: choose the free slot of every head that the unit goes to."""
@@ -186,11 +200,16 @@ class Arena:
         for name, new in (("k", k), ("v", v)):
             flat = self.full.payload[name]
             flat[slot, offset : offset + n] = new.flatten(0, -3).to(flat.dtype)
+        self._note(layers, k, v)
+
+    def _note(self, layers: slice | int, k: Tensor, v: Tensor) -> None:
+        """What else there is to know about new tokens: weights of their values; sinks of a prompt shorter than the sinks."""
+        n = k.shape[-2]
         if "weight" in self.full.record:
             each = [(layers, v)] if isinstance(layers, int) else enumerate(v)
             for layer, new in each:
                 self.full.record["weight"][self.write[layer]] = self.weigh(layer, new)[..., 0].half()
-        if self.seen - n < self.sinks_end:  # a prompt shorter than the sinks: the first generated tokens are sinks too
+        if self.seen - n < self.sinks_end:
             new = torch.stack((k, v)).to(self.sink.dtype)
             for row, start in enumerate((self.seen - n - self.rows[2]).tolist()):
                 count = min(n, self.sink.shape[-2] - start)
@@ -199,8 +218,11 @@ class Arena:
 
     def decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """Store and attend one generated token: q ``[B, H_q, 1, d]``, k, v ``[B, H, 1, d]`` after RoPE; output like q."""
-        self.append(layer, k, v)
         wanted = bool(self.channels) and (self.policy.mass_every_step or self.seen == self.next_due)
+        if self.fused is not None:
+            self._note(layer, k, v)
+            return self.fused(layer, q, k, v, scaling, wanted, self._sink_query(q))
+        self.append(layer, k, v)
         out, mass = attend(q, self.blocks(layer, q), scaling, mass_queries=int(wanted), peak="peak" in self.channels)
         if wanted:
             self.collect(layer, mass)
@@ -230,6 +252,8 @@ class Arena:
         else:
             self.count_evicted()
         self.carry()
+        if self.fused is not None:
+            self.fused.end()
 
     def extend(self, k: Tensor, v: Tensor, own_mass: Tensor | None) -> None:
         """Store a new turn, piece by piece, with the routing events that fall into it.
@@ -257,10 +281,7 @@ class Arena:
         if self.sink.shape[-2]:
             count = self.sink.shape[-2]
             visible = self.sink_columns() < self.seen
-            turned = None
-            if self.policy.slot_positions:
-                turned = self.rope.turn(q, self.rows[3][:, None, None].expand(-1, 1, q.shape[2]), -1)
-            yield Block(*self.sink[:, layer], visible[:, None, None], count, turned)
+            yield Block(*self.sink[:, layer], visible[:, None, None], count, self._sink_query(q))
         for pool in self.pools:
             unit, step = pool.grid("unit", layer), max(1, BLOCK_TOKENS // window)
             for lo in range(0, pool.slots, step):
@@ -276,6 +297,12 @@ class Arena:
                     k = self.rope.turn(self.codec.decode_keys(data).flatten(2, 3), position.flatten(-2))
                     v = self.codec.decode_values(data).flatten(2, 3)
                 yield Block(k, v, visible if visible.shape[1] == heads else visible.expand(-1, heads, -1, -1), window)
+
+    def _sink_query(self, q: Tensor | None) -> Tensor | None:
+        """Queries as the sinks see them, where slots count as positions; else None."""
+        if not (self.policy.slot_positions and self.sink.shape[-2]):
+            return None
+        return self.rope.turn(q, self.rows[3][:, None, None].expand(-1, 1, q.shape[2]), -1)
 
     def collect(self, layer: int, mass: list[Tensor]) -> None:
         """Add attention, one ``[(channels,) B, H, units]`` per block of :meth:`blocks`, to what one layer has collected."""

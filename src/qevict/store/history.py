@@ -241,6 +241,13 @@ class History:
     def _next(self, group: Group) -> int | None:
         return self.seen + group.layout.interval if group.layout.interval else None
 
+    def _fit(self, group: Group, held: int) -> int:
+        """How many of the ``held`` tokens to keep."""
+        if self.budget.unlimited:
+            return held
+        seen, interval = group.length + self.grown, group.layout.interval
+        return self.policy.fit(self.geometry, self.budget, group.length, seen, interval, min(held, group.layout.full))
+
     def ingest(self, layer: int, view: PromptView, module: torch.nn.Module) -> None:
         """Store one layer's prompt."""
         self.modules[layer] = weakref.ref(module)
@@ -250,10 +257,10 @@ class History:
             tables = None if self.tables is None else self.tables[layer]
             held = self.policy.new_layer(self.geometry, self.rope, part, group.first, tables)
             group.layers.append(held)
-            count = min(group.length, group.layout.full)
             if evict is None:
                 held.fill(part.k, part.v)
             else:
+                count = self._fit(group, group.length)
                 score = held.keep(part.k, part.v, evict.prompt_scores(part)["score"], count, module, False)
                 if group.due is not None:
                     held.remember(evict.carry(score, group.layout.interval))
@@ -294,7 +301,7 @@ class History:
                 continue
             group.layout = self.policy.layout(self.geometry, self.budget, group.length, group.length + self.grown)
             for i, layer in enumerate(group.layers):
-                count = min(layer.n, group.layout.full)
+                count = self._fit(group, layer.n)
                 score = layer.keep(*layer.read(0, layer.n), layer.score.read(), count, self.modules[i](), True)
                 layer.remember(self.policy.evict.carry(score, group.layout.interval))
             group.due = self._next(group)
