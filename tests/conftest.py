@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import cache as once
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from qevict import TierCache
+from qevict.artifact import model_digest, save_artifact
+from qevict.budget import Geometry
 from qevict.hf.attention import tiered_attention
 from qevict.policy import CODED, FULL, Candidates
 from qevict.store.pool import FIRST_LEDGER
@@ -111,6 +114,24 @@ def full_logits(name, ids, mask, forced):
 
 def gap(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).abs().max())
+
+
+def calibrate(policy, g: Geometry, model, path: Path) -> str:
+    """An artifact for a method that is calibrated on other text, from the keys before RoPE and the values of random text."""
+    seen, hooks = {}, []
+    for i, layer in enumerate(model.get_decoder().layers):
+        for side in ("k_proj", "v_proj"):
+            keep = lambda _, __, out, at=(i, side): seen.__setitem__(at, out)  # noqa: E731
+            hooks.append(getattr(layer.self_attn, side).register_forward_hook(keep))
+    call(model, DynamicCache(), tokens(1, 300, seed=9))
+    for hook in hooks:
+        hook.remove()
+    flat = {}
+    for i in range(g.layers):
+        k, v = (seen[i, s][0].float().unflatten(-1, (g.kv_heads, g.head_dim)).transpose(0, 1) for s in ("k_proj", "v_proj"))
+        flat |= {f"{i}.{n}": t for n, t in policy.calibrate(g, k, v).items()}
+    save_artifact(path, flat, {"model_digest": model_digest(model), **policy.setting()})
+    return str(path)
 
 
 # -- what a store holds -------------------------------------------------------------------------------------------------

@@ -16,10 +16,9 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from transformers import DynamicCache
 
-from conftest import Stream, build, call, forced_logits, gap, holdings, left_padded, plain, tiny, tokens
+from conftest import Stream, build, calibrate, call, forced_logits, gap, holdings, left_padded, plain, tiny, tokens
 from qevict import Budget, Policy, TierCache
 from qevict.accounting import PARTS, _tensors, full_bytes, measure
-from qevict.artifact import model_digest, save_artifact
 from qevict.budget import BudgetError, Geometry
 from qevict.hf.cache import geometry_of
 from qevict.policy import FULL
@@ -78,24 +77,6 @@ def near(policy: Policy) -> float:
 
 def keeps_everything(policy: Policy) -> bool:
     return type(policy).layout is Policy.layout or (isinstance(policy, Quantizer) and policy.evict is None)
-
-
-def calibrate(policy, g: Geometry, model, path: Path) -> str:
-    """An artifact for a method that is calibrated on other text, from the keys before RoPE and the values of random text."""
-    seen, hooks = {}, []
-    for i, layer in enumerate(model.get_decoder().layers):
-        for side in ("k_proj", "v_proj"):
-            keep = lambda _, __, out, at=(i, side): seen.__setitem__(at, out)  # noqa: E731
-            hooks.append(getattr(layer.self_attn, side).register_forward_hook(keep))
-    call(model, DynamicCache(), tokens(1, 300, seed=9))
-    for hook in hooks:
-        hook.remove()
-    flat = {}
-    for i in range(g.layers):
-        k, v = (seen[i, s][0].float().unflatten(-1, (g.kv_heads, g.head_dim)).transpose(0, 1) for s in ("k_proj", "v_proj"))
-        flat |= {f"{i}.{n}": t for n, t in policy.calibrate(g, k, v).items()}
-    save_artifact(path, flat, {"model_digest": model_digest(model), **policy.setting()})
-    return str(path)
 
 
 class Lab:

@@ -1,10 +1,11 @@
-"""RULER's needle tasks: lengths, construction, reproducibility, scoring, errors. Offline, with a word-level tokenizer."""
+"""RULER's 13 tasks: lengths, construction, reproducibility, scoring, errors. Offline, with a word-level tokenizer."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -12,22 +13,26 @@ from omegaconf import OmegaConf
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from evals import ruler
-from evals.ruler import NOISE, TASKS, Essays, Ruler, largest
-from evals.sample import Sample, render
+from evals.data import sha256
+from evals.ruler import GROUPS, TASKS, Ruler
+from evals.ruler.haystack import NOISE, Essays
+from evals.ruler.sizing import largest
+from evals.ruler.templates import BUILTIN
+from evals.sample import Rules, Sample, render
+from qevict.hf.loading import EMBEDDED, load_tokenizer
 
-ROOT = Path(__file__).parents[1]
-SHARED = ROOT.parent / "shared/data"
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = Path(os.environ.get("QEVICT_TEST_DATA") or ROOT.parent / "shared/data")
 ESSAYS = SHARED / "essays"
 TEMPLATES = SHARED / "ruler/templates.json"
 CHAT = "{% for m in messages %}<s> {{ m['role'] }} : {{ m['content'] }} </s> {% endfor %}<s> assistant :"
-# Most tokens one more unit of haystack can take with the tokenizer below: a word of prose, or a line and its newline.
-LARGEST_UNIT = {"essay": 64, "noise": 25, "needle": 32}
+NIAH = GROUPS["niah"]
 NEEDLE = re.compile(r"One of the special magic (numbers|uuids) for (\S+(?: \S+)?) is: (\S+)\.")
+# Most tokens one more unit of haystack takes with the embedded tokenizer, where that is more than 1 % of a short prompt.
+LARGEST_UNIT = {"niah_single_1": 26, "niah_multikey_2": 29, "niah_multikey_3": 87, "vt": 26, "fwe": 20, "qa_1": 60, "qa_2": 60}
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
+def word_tokenizer() -> PreTrainedTokenizerFast:
     """A token per word or sign; BOS on plain text."""
     words = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.Punctuation()])
@@ -37,6 +42,49 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
+def write_questions(folder: Path) -> str:
+    """The two question files in their published form, made up."""
+
+    def paragraph(article: int, part: int) -> dict:
+        answers = [{"text": f"answer{article}{part}"}, {"text": f"answer{article}{part}"}, {"text": "the answer"}]
+        return {
+            "context": f"About {article} and {part}: the answer is answer{article}{part}.",
+            "qas": [
+                {"question": "Is there none?", "answers": [], "is_impossible": True},
+                {"question": f"What about {article} and {part}?", "answers": answers, "is_impossible": False},
+            ],
+        }
+
+    articles = [{"title": f"T{a}", "paragraphs": [paragraph(a, p) for p in range(3)]} for a in range(4)]
+    (folder / "squad.json").write_text(json.dumps({"data": articles}))
+    rows = [
+        {
+            "question": f"What is fact {i}?",
+            "answer": f"word{i}",
+            "context": [[f"Title {i} {j}", ["It is ", f"word{i}." if j == 3 else "nothing."]] for j in range(10)],
+            "supporting_facts": [[f"Title {i} 3", 1], [f"Title {i} 7", 0], [f"Title {i} 3", 0]],
+        }
+        for i in range(8)
+    ]
+    (folder / "hotpotqa.json").write_text(json.dumps(rows))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return word_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def embedded() -> PreTrainedTokenizerFast:
+    return load_tokenizer(EMBEDDED)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return write_questions(tmp_path_factory.mktemp("ruler"))
+
+
 def texts(samples: list[Sample]) -> list[tuple[str, str, str]]:
     return [(sample.context, sample.question, sample.answer_prefix) for sample in samples]
 
@@ -44,33 +92,47 @@ def texts(samples: list[Sample]) -> list[tuple[str, str, str]]:
 # ------------------------------------------------------------------------------------------------------------ length
 
 
-@pytest.mark.parametrize("length", [512, 1024, 4096])
+@pytest.mark.parametrize("length", [1024, 4096, 8192])
 @pytest.mark.parametrize("task", TASKS)
-def test_length_is_kept_and_used(task, length, tokenizer):
-    limit = length - 128
+def test_length_is_kept_and_used(task, length, embedded, data):
     for protocol in ("aware", "agnostic"):
-        for sample in Ruler(tasks=(task,), length=length, n=2, protocol=protocol).samples(tokenizer):
-            tokens = len(render(sample, tokenizer, protocol))
-            assert limit - LARGEST_UNIT[TASKS[task].haystack] < tokens <= limit
+        bench = Ruler(tasks=(task,), length=length, n=2, protocol=protocol, data=data)
+        for sample in bench.samples(embedded):
+            tokens = len(render(sample, embedded, bench.rules))
+            total = tokens + sample.max_new_tokens
+            assert length - max(length // 100, LARGEST_UNIT.get(task, 0)) <= total <= length
             assert sample.meta["tokens"] == tokens
             assert sample.meta["length"] == length
+            assert sample.max_new_tokens == (128 if task in NIAH else {"vt": 30, "cwe": 120, "fwe": 50}.get(task, 32))
+            assert all(answer in sample.context for answer in sample.answers)
 
 
-@pytest.mark.parametrize("task", ["niah_single_1", "niah_multikey_2", "niah_multivalue"])
-def test_one_more_unit_does_not_fit(task, tokenizer):
-    bench = Ruler(tasks=(task,), length=1024, n=1)
-    (sample,) = bench.samples(tokenizer)
-    size = next(size for size in range(1, 1024) if bench._sample(task, 0, size).context == sample.context)
-    longer = bench._sample(task, 0, size + 1)
-    assert ruler.count(longer, tokenizer) > 1024 - 128 >= ruler.count(sample, tokenizer)
+@pytest.mark.parametrize("task", ["niah_single_1", "niah_multikey_2", "niah_multivalue", "vt", "cwe", "fwe", "qa_1", "qa_2"])
+def test_one_more_unit_does_not_fit(task, tokenizer, data):
+    bench = Ruler(tasks=(task,), length=1024, n=1, data=data)
+    setting = bench._setting(task, 1024, tokenizer)
+    size, sample = bench._fitted(task, setting, tokenizer, 0, 8)
+    assert texts([sample]) == texts(bench.samples(tokenizer))
+    longer = bench._counts(bench._sample(task, setting, 0, size + 1), tokenizer)
+    assert max(longer.values()) > setting.budget >= sample.meta["tokens"]
+
+
+def test_other_limits_leave_other_room(tokenizer):
+    for changes in ({"max_new_tokens": 64}, {"extra_new_tokens": 20}, {"max_new_tokens": 60, "extra_new_tokens": 4}):
+        bench = Ruler(tasks=("niah_single_2", "fwe"), length=512, n=1, **changes)
+        for sample in bench.samples(tokenizer):
+            assert sample.max_new_tokens == changes.get("max_new_tokens", TASKS[sample.task].new_tokens)
+            total = len(render(sample, tokenizer, bench.rules)) + sample.max_new_tokens + changes.get("extra_new_tokens", 0)
+            assert 512 - 6 <= total <= 512
 
 
 def test_without_chat_template(tokenizer):
-    for sample in Ruler(length=512, n=1, chat=False).samples(tokenizer):
-        prompt = render(sample, tokenizer, "aware")
+    bench = Ruler(length=2048, n=1, chat="never")
+    for sample in bench.samples(tokenizer):
+        prompt = render(sample, tokenizer, bench.rules)
         plain = tokenizer(sample.context + sample.question + sample.answer_prefix).input_ids
         assert list(prompt.context) == plain
-        assert len(prompt) <= 512 - 128
+        assert len(prompt) <= 2048 - sample.max_new_tokens
 
 
 @pytest.mark.parametrize("slope", [1, 3, 40])
@@ -85,6 +147,10 @@ def test_search_finds_the_largest_size(slope, guess):
     size = largest(tokens, 1, 900, guess)
     assert tokens(size) <= 900 < tokens(size + 1)
     assert len(counts) < 14
+
+
+def test_search_stands_a_count_that_stands_still():
+    assert largest(lambda size: size // 8, 0, 100, 1) == 807
 
 
 def test_prose_is_cut_and_repeated_by_words():
@@ -103,7 +169,7 @@ def test_short_essays_are_repeated(tmp_path, tokenizer):
 # ------------------------------------------------------------------------------------------------------ construction
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", NIAH)
 def test_prompt_parts(task, tokenizer):
     for sample in Ruler(tasks=(task,), length=1024, n=3).samples(tokenizer):
         assert sample.task == task
@@ -120,7 +186,7 @@ def test_prompt_parts(task, tokenizer):
         assert len(sample.meta["depths"]) == len(sample.answers)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", NIAH)
 def test_numbers_of_needles(task, tokenizer):
     (sample,) = Ruler(tasks=(task,), length=1024, n=1).samples(tokenizer)
     needles = NEEDLE.findall(sample.context)
@@ -163,46 +229,72 @@ def test_depth_is_where_the_answer_lies(task, tokenizer):
 # --------------------------------------------------------------------------------------------------- reproducibility
 
 
-def test_same_seed_same_prompts(tokenizer):
-    bench = Ruler(length=512, n=2)
-    first, again = bench.samples(tokenizer), Ruler(length=512, n=2).samples(tokenizer)
+def test_same_seed_same_prompts(tokenizer, data):
+    bench = Ruler(tasks="all", length=1024, n=2, data=data)
+    first, again = bench.samples(tokenizer), replace(bench).samples(tokenizer)
     assert first == again
     ids = [sample.id for sample in first]
     assert ids[:2] == ["niah_single_1-0000", "niah_single_1-0001"]
-    assert len(set(ids)) == len(ids) == 16
+    assert len(set(ids)) == len(ids) == 26
     other = replace(bench, seed=43).samples(tokenizer)
-    assert not set(texts(first)) & set(texts(other))
+    assert not {text[0] for text in texts(first)} & {text[0] for text in texts(other)}
 
 
-def test_sample_depends_on_neither_task_list_nor_number(tokenizer):
-    everything = {sample.id: sample for sample in Ruler(length=512, n=3).samples(tokenizer)}
-    for sample in Ruler(tasks=("niah_multiquery", "niah_single_2"), length=512, n=2).samples(tokenizer):
+def test_sample_depends_on_neither_task_list_nor_number(tokenizer, data):
+    everything = {sample.id: sample for sample in Ruler(tasks="all", length=1024, n=3, data=data).samples(tokenizer)}
+    tasks = ("qa_1", "niah_multiquery", "fwe", "vt", "niah_single_2", "qa_2", "cwe")
+    for sample in Ruler(tasks=tasks, length=1024, n=2, data=data).samples(tokenizer):
         assert sample == everything[sample.id]
 
 
-def test_protocols_share_the_text(tokenizer):
-    aware, agnostic = (Ruler(length=512, n=2, protocol=p).samples(tokenizer) for p in ("aware", "agnostic"))
+def test_needles_are_those_of_the_first_generator(tokenizer):
+    """Version 2 kept the text of the first version's tasks. This one depends on no word list."""
+    samples = Ruler(tasks="niah_multikey_3", length=1024, n=3).samples(tokenizer)
+    assert sha256(json.dumps(texts(samples)).encode()) == "08ec7d88654b0e81c7676d11415eeb5f03c75a373cc5f3e08cb7a4623db9b2b7"
+
+
+def test_protocols_share_the_text(tokenizer, data):
+    common = {"tasks": "all", "length": 1024, "n": 2, "data": data}
+    aware, agnostic = (Ruler(protocol=p, **common).samples(tokenizer) for p in ("aware", "agnostic"))
     assert texts(aware) == texts(agnostic)
 
 
-def test_fingerprint_follows_the_data(tmp_path):
+def test_presets():
+    assert Ruler().rules == Rules("aware", cue_side="assistant")
+    for preset in ("kvpress", "defensivekv"):
+        rules = Ruler(preset=preset).rules
+        assert (rules.protocol, rules.cue_side, rules.extra_new_tokens) == ("agnostic", "assistant", 0)
+    card = Ruler(preset="kvpress", tasks="fwe", max_new_tokens=60).card()
+    assert card["raw_suffix"] == "\n"
+    assert (card["tasks"], card["max_new_tokens"], card["length"]) == (["fwe"], 60, 4096)
+
+
+def test_fingerprint_follows_the_data(tmp_path, data):
     plain = Ruler(tasks=("niah_single_1",)).fingerprint()
     assert set(plain) == {"generator", "words"}
-    assert set(Ruler().fingerprint()) == {"generator", "words", "haystack", "punkt"}
+    assert set(Ruler(tasks="all", data=data).fingerprint()) == {
+        "generator",
+        "words",
+        "haystack",
+        "punkt",
+        "squad.json",
+        "hotpotqa.json",
+    }
 
     def of(folder: str, essay: str, prefix: str) -> dict[str, str]:
         path = tmp_path / folder
         path.mkdir()
         (path / "essay.txt").write_text(essay)
-        niah = {**ruler.BUILTIN["niah"], "answer_prefix": prefix}
+        niah = {**BUILTIN["niah"], "answer_prefix": prefix}
         (path / "templates.json").write_text(json.dumps({"templates": {"niah": niah}}))
-        return Ruler(haystack=str(path), templates=str(path / "templates.json")).fingerprint()
+        bench = Ruler(tasks="niah", haystack=str(path), templates=str(path / "templates.json"))
+        assert str(tmp_path) not in json.dumps(bench.card())
+        return bench.fingerprint()
 
     one, moved, essay, prefix = of("a", "x.", " p"), of("b", "x.", " p"), of("c", "y.", " p"), of("d", "x.", " q")
     assert one == moved
     assert one["haystack"] != essay["haystack"]
     assert one["templates"] != prefix["templates"]
-    assert str(tmp_path) not in json.dumps(one)
 
 
 def test_config_holds_the_defaults():
@@ -210,16 +302,17 @@ def test_config_holds_the_defaults():
     assert config.pop("_target_") == "evals.ruler.Ruler"
     assert config["seed"] == "${seed}"  # one seed for the run
     config["seed"] = Ruler().seed
-    assert set(config) == set(Ruler.__dataclass_fields__)
+    assert set(config) == {field.name for field in fields(Ruler)}
     assert Ruler(**config) == Ruler()
 
 
 # ----------------------------------------------------------------------------------------------------- official data
 
 
-@pytest.mark.skipif(not TEMPLATES.is_file(), reason="official RULER templates are not in ../shared/data/ruler")
-def test_official_templates(tokenizer):
-    samples = {s.task: s for s in Ruler(length=512, n=1, templates=str(TEMPLATES)).samples(tokenizer)}
+@pytest.mark.skipif(not TEMPLATES.is_file(), reason=f"no official RULER templates in {SHARED}/ruler")
+def test_official_templates(tokenizer, data):
+    bench = Ruler(tasks="all", length=1024, n=1, templates=str(TEMPLATES), data=data)
+    samples = {s.task: s for s in bench.samples(tokenizer)}
     single, multi = samples["niah_single_3"], samples["niah_multiquery"]
     assert single.context.startswith("A special magic uuid is hidden within the following text. ")
     assert multi.context.startswith("Some special magic numbers are hidden within the following text. ")
@@ -229,89 +322,22 @@ def test_official_templates(tokenizer):
     assert multi.question.startswith("What are all the special magic numbers for ")
     assert multi.question.count(", ") == 3
     assert ", and " in multi.question
+    # each example ends as its answers do, and the prompt proper begins with the template's first words
+    assert re.search(r"they are:  [A-Z]{3}( [A-Z]{3}){4}\n\nMemorize and track", samples["vt"].context)
+    assert re.search(r"in the list are: 1\. \S.* 10\. \S+\nBelow is a numbered", samples["cwe"].context)
+    assert samples["vt"].answer_prefix.endswith("they are: ")
+    assert samples["fwe"].question.startswith("Question: Do not provide any explanation.")
+    for task in ("qa_1", "qa_2"):
+        assert samples[task].context.startswith("Answer the question based on the given documents.")
+        assert samples[task].question.startswith("Answer the question based on the given documents.")
+        assert samples[task].answer_prefix == " Answer:"
+    source = json.loads(TEMPLATES.read_text("utf-8"))["templates"]
+    for task in TASKS.values():
+        assert task.new_tokens == source[task.family]["tokens_to_generate"]
 
 
-@pytest.mark.skipif(not ESSAYS.is_dir(), reason="the essays are not in ../shared/data/essays")
-def test_official_essays(tokenizer):
-    for sample in Ruler(tasks=("niah_single_2", "niah_multikey_1"), n=2, haystack=str(ESSAYS)).samples(tokenizer):
-        assert 4096 - 128 - LARGEST_UNIT["essay"] < len(render(sample, tokenizer, "aware")) <= 4096 - 128
+@pytest.mark.skipif(not ESSAYS.is_dir(), reason=f"no essays in {SHARED}")
+def test_official_essays(embedded):
+    for sample in Ruler(tasks=("niah_single_2", "niah_multikey_1"), n=2, haystack=str(ESSAYS)).samples(embedded):
+        assert 4096 - 40 <= sample.meta["tokens"] + 128 <= 4096
         assert all(answer in sample.context for answer in sample.answers)
-
-
-# ----------------------------------------------------------------------------------------------------------- scoring
-
-
-@pytest.mark.parametrize(
-    ("answers", "prediction", "score"),
-    [
-        (("1234567",), " 1234567.", 1.0),
-        (("1234567",), "123 4567", 0.0),
-        (("1234567",), "", 0.0),
-        (("AbC-d",), "it is aBc-D", 1.0),
-        (("1", "2", "3", "4"), "1, 3 and 5", 0.5),
-        (("1234567",), "\x00\x1f1234567\x07", 1.0),
-        (("1234567",), "123\x004567", 0.0),  # a control character becomes a newline; it is not dropped
-    ],
-)
-def test_score(answers, prediction, score):
-    sample = Sample("x", "niah_single_1", "", "", "", answers, 128)
-    assert Ruler().score(sample, prediction) == {"score": score}
-
-
-# ------------------------------------------------------------------------------------------------------------ errors
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"tasks": ("niah_single_1", "niah_single_9")}, r"niah_single_9.*niah_multiquery"),
-        ({"tasks": ()}, r"task\.tasks=\[\].*niah_single_1"),
-        ({"tasks": ("niah_single_1", "niah_single_1")}, "each once"),
-        ({"n": 0}, r"task\.n=0: .*1 or more"),
-        ({"max_new_tokens": 0}, r"task\.max_new_tokens=0: .*1 or more"),
-        ({"protocol": "blind"}, r"task\.protocol='blind': choose aware or agnostic"),
-        ({"haystack": "no/such/folder"}, r"task\.haystack='no/such/folder'.*\*\.txt"),
-        ({"templates": "no/such/file.json"}, r"task\.templates='no/such/file\.json'.*builtin"),
-    ],
-)
-def test_errors(fields, message):
-    with pytest.raises(ValueError, match=message):
-        Ruler(**fields)
-
-
-def test_empty_haystack_folder(tmp_path):
-    with pytest.raises(ValueError, match=r"has no text.*\*\.txt"):
-        Ruler(haystack=str(tmp_path))
-    (tmp_path / "blank.txt").write_text(" \n")
-    with pytest.raises(ValueError, match="has no text"):
-        Ruler(haystack=str(tmp_path))
-    Ruler(tasks="niah_single_1", haystack=str(tmp_path))  # reads no prose
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("not json", "'templates' key"),
-        ("{}", "'templates' key"),
-        ('{"templates": {}}', r"lacks templates\.niah\.template"),
-        ('{"templates": {"niah": {"template": "x"}}}', r"lacks templates\.niah\.answer_prefix"),
-        ('{"templates": {"niah": {"template": "{context} Why?", "answer_prefix": ""}}}', "What are all"),
-        ('{"templates": {"niah": {"template": "What are all the special magic", "answer_prefix": ""}}}', "{context}"),
-    ],
-)
-def test_bad_template_file(content, message, tmp_path):
-    path = tmp_path / "templates.json"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=message):
-        Ruler(templates=str(path))
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_length_too_small_names_the_smallest(task, tokenizer):
-    bench = Ruler(tasks=(task,), length=130, n=3)
-    with pytest.raises(ValueError, match=rf"task\.length=130 is too small for {task}") as error:
-        bench.samples(tokenizer)
-    smallest = int(re.search(r"set it to (\d+) tokens", str(error.value))[1])
-    assert len(replace(bench, length=smallest).samples(tokenizer)) == 3
-    with pytest.raises(ValueError, match="too small"):
-        replace(bench, length=smallest - 1).samples(tokenizer)

@@ -12,14 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from conftest import calibrate
 from evals.cli import EXPECTED, one_line
 from evals.metrics import summarize
 from evals.records import RunDir, RunError, digest, readable, write_json
 from evals.runner import run
-from qevict.hf.loading import load_tokenizer
+from qevict.hf.cache import geometry_of
+from qevict.hf.loading import load_model, load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["task.tasks=[niah_single_1,niah_multikey_1]", "task.length=512", "task.n=3", "task.max_new_tokens=8", "progress=false"]
@@ -33,7 +36,7 @@ def folder(tmp_path_factory):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=2048, eos_token_id=2, bos_token_id=1,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=2048, eos_token_id=2, bos_token_id=1,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -61,6 +64,13 @@ def rows_of(run_dir):
 def test_every_method_composes_and_leaves_a_complete_record(folder, tmp_path):
     for file in sorted((ROOT / "conf/method").glob("*.yaml")):
         config = config_of(f"method={file.stem}", f"results_dir={tmp_path}", *on(folder))
+        policy = instantiate(config.method)
+        if policy.fixed:
+            config.budget = 1
+        if "calibration" in config.method:
+            model = load_model(str(folder), device="cpu")[0]
+            geometry = geometry_of(model.config, torch.float16)
+            config.method.calibration = calibrate(policy, geometry, model, tmp_path / "calibration.safetensors")
         metrics = run(config, announce=lambda text: None)
         where = Path(metrics["path"])
         stored = json.loads((where / "metrics.json").read_text())
@@ -69,7 +79,7 @@ def test_every_method_composes_and_leaves_a_complete_record(folder, tmp_path):
         assert set(wanted.split()) <= set(stored)
         assert stored["n"] == 6 and stored["n_failed"] == 0 and stored["method"] == file.stem
         assert stored["meter"] == "dispatch" and stored["workspace_bytes_peak"] > 0
-        if file.stem != "fullkv":
+        if not policy.fixed:
             assert stored["kv_ratio_peak"] <= 0.4
             for row in rows_of(where):
                 assert row["kv_bytes_peak"] <= row["budget_bytes"]
@@ -146,9 +156,9 @@ def test_two_processes_do_not_write_one_run(tmp_path):
 
 
 def test_a_failed_sample_is_counted_and_never_scored(folder, tmp_path, monkeypatch):
-    import evals.runner
+    import evals.benchmark
 
-    real = evals.runner.generate
+    real = evals.benchmark.generate
     calls = iter(range(100))
 
     def sometimes(*args):
@@ -156,7 +166,7 @@ def test_a_failed_sample_is_counted_and_never_scored(folder, tmp_path, monkeypat
             raise RuntimeError("made to fail\nsecond line")
         return real(*args)
 
-    monkeypatch.setattr(evals.runner, "generate", sometimes)
+    monkeypatch.setattr(evals.benchmark, "generate", sometimes)
     said = []
     config = config_of(f"results_dir={tmp_path}", *on(folder))
     metrics = run(config, announce=said.append)
@@ -167,14 +177,14 @@ def test_a_failed_sample_is_counted_and_never_scored(folder, tmp_path, monkeypat
 
 
 def test_failed_samples_are_tried_again(folder, tmp_path, monkeypatch):
-    import evals.runner
+    import evals.benchmark
 
     def never(*args):
         raise RuntimeError("made to fail")
 
     config = config_of(f"results_dir={tmp_path}", *on(folder))
     with monkeypatch.context() as patch:
-        patch.setattr(evals.runner, "generate", never)
+        patch.setattr(evals.benchmark, "generate", never)
         with pytest.raises(RunError, match="all 6 samples failed, the first: RuntimeError: made to fail"):
             run(config, announce=lambda text: None)
     metrics = run(config, announce=lambda text: None)

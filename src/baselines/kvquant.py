@@ -92,6 +92,8 @@ class KVQuantSelf(Quantizer):
         tail = self.outliers / 2 if len(k) >= LONG else 0
         high, low = percentile(k, 1 - tail), percentile(k, tail)
         middle, half = ((high + low) / 2).to(HALF), ((high - low) / 2).to(HALF)
+        if not half.any():  # a prompt of one token has no range; its largest value is better than none
+            half = half + middle.abs().amax().clamp_min(torch.finfo(HALF).eps)
         out = {"k_middle": middle[None, None], "k_half": half[None, None]}
         side = self._common(g)[3] // 2
         top, bottom = v.topk(side + 1).values[:, -1:], v.topk(side + 1, largest=False).values[:, -1:]

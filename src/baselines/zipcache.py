@@ -75,9 +75,9 @@ class ZipCache(Quantizer):
         return total / seen
 
     def few(self, base: int, count: int) -> int:
-        """How many of ``count`` coded tokens have low bits; ``base`` were coded first, the others ``interval`` at a time."""
+        """How many of ``count`` coded tokens have low bits; ``base`` of them were coded first."""
         share = 1 - self.salient + 1e-9
-        return int(share * base) + (count - base) // self.interval * int(share * self.interval) if count else 0
+        return int(share * base) + int(share * (count - base)) if count else 0
 
     def codec(self, g: Geometry) -> None:
         packed_bytes(g.head_dim, self.high_bits), packed_bytes(g.head_dim, self.low_bits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import sqrt
 from statistics import mean, median, stdev
 
@@ -12,8 +12,12 @@ def _stderr(values: Sequence[float]) -> float | None:
     return stdev(values) / sqrt(len(values)) if len(values) > 1 else None
 
 
-def summarize(rows: Sequence[dict]) -> dict:
-    """Scores (mean of the task means, with standard error) and measurements of a run's rows.
+EXTRA = ("strict", "flexible", "numeric", "rouge_overflow")  # scores that some benchmarks report beside the main one
+
+
+def summarize(rows: Sequence[dict], categories: Mapping[str, str] | None = None) -> dict:
+    """Scores (mean of the task means, with standard error) and measurements of a run's rows. ``categories``: of each task;
+    their means (of task means) are given too.
 
     Bytes are means over samples of each sample's peak; ratios are bytes over FullKV's bytes, the peak ratio is the highest
     that any sample reached at any step; times are medians, in ms.
@@ -37,12 +41,18 @@ def summarize(rows: Sequence[dict]) -> dict:
         values = [r[name] for r in good if r.get(name) is not None]
         return reduce(values) if values else None
 
+    by_category: dict[str, list[float]] = {}
+    for task, values in per_task.items():
+        if values["score"] is not None and task in (categories or {}):
+            by_category.setdefault(categories[task], []).append(values["score"])
     return {
         "n": len(good),
         "n_failed": len(rows) - len(good),
         "score": mean(t["score"] for t in means) if means else None,
         "stderr": sqrt(sum(e * e for e in errors)) / len(errors) if known else None,
         "per_task": per_task,
+        **({"per_category": {k: mean(v) for k, v in by_category.items()}} if by_category else {}),
+        **{name: of(name, mean) for name in EXTRA if any(name in r for r in good)},
         "budget_bytes": of("budget_bytes", mean),
         "kv_bytes_peak": of("kv_bytes_peak", mean),
         "kv_bytes_final": of("kv_bytes_final", mean),
@@ -52,5 +62,6 @@ def summarize(rows: Sequence[dict]) -> dict:
         "ttft_ms": of("ttft_ms", median),
         "tpot_ms": of("tpot_ms", median),
         "new_tokens": of("new_tokens", mean),
-        "n_cut": sum(r["stopped"] == "length" for r in good),
+        "n_cut": sum(r.get("stopped") == "length" for r in good),
+        "n_truncated": sum(r.get("prompt_cut", 0) > 0 for r in good),
     }

@@ -167,9 +167,18 @@ class RunDir:
         write_json(self.path / "status.json", {"state": state, "done": len(self.finished), "total": total, "error": error})
 
     def add_environment(self, env: dict) -> None:
-        """One entry per start of the run, so that a run resumed elsewhere says so."""
+        """One entry per start of the run, so that a run resumed elsewhere says so.
+
+        Raises:
+            RunError: finished samples come from another calibration.
+        """
         path = self.path / "env.json"
         starts = (read_json(path) or {}).get("starts", [])
+        before = {s.get("calibration") for s in starts} - {env.get("calibration")}
+        if self.finished and before:
+            raise RunError(
+                f"{self.path} was made with another calibration ({before.pop()}): move it away, or restore that calibration"
+            )
         write_json(path, {"starts": [*starts, env]})
 
     def close(self) -> None:

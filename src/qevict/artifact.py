@@ -80,9 +80,9 @@ def load_artifact(kind: str, where: str, model: torch.nn.Module, setting: dict[s
         options = " ".join(f"--{k.replace('_', '-')} {v}" for k, v in setting.items())
         raise ArtifactError(f"no calibration at {path}: make it with `python {script} {options}`")
     try:
-        about = json.loads(path.with_suffix(".json").read_text())
+        about = dict(json.loads(path.with_suffix(".json").read_text()))
         tensors = load_file(path)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise ArtifactError(f"calibration {path} cannot be read ({error}): make it again with {script}") from error
     for name, want in {"model_digest": digest, **setting}.items():
         if about.get(name) != want:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from math import lcm
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from qevict.budget import Budget, BudgetError, Geometry, Layout
 from qevict.hf.rope import Rope
 from qevict.policy import EVERYTHING, Policy, PromptView
 from qevict.store.history import HistoryLayer
-from qevict.store.stream import Field, TokenCodec
+from qevict.store.stream import GROWTH, Field, TokenCodec
 
 Tables = dict[str, Tensor]  # what was calibrated on other text, for one layer
 FIRST_BYTES = 8  # int64 position of a sequence's first token
@@ -148,7 +149,8 @@ class Quantizer(Policy):
         allowed, held = budget.resolve(g, prompt, seen), self.total(g, prompt, seen)
         floor, ahead = held / g.full_bytes(budget.basis_tokens(prompt, seen)), 0
         if budget.fraction is not None and budget.basis == "current" and not budget.once:
-            ratios = [self.total(g, prompt, n) / g.full_bytes(n) for n in range(seen, seen + self.period + 1)]
+            cycle = lcm(self.period, GROWTH)  # tensors grow in steps
+            ratios = [self.total(g, prompt, n) / g.full_bytes(n) for n in range(seen, seen + cycle + 1)]
             floor = max(ratios)
             ahead = ratios.index(floor)
             held, allowed = self.total(g, prompt, seen + ahead), budget.resolve(g, prompt, seen + ahead)

@@ -181,6 +181,20 @@ class TierCache(Cache):
             self._real = None
         return out.transpose(1, 2).contiguous()
 
+    @torch.no_grad()
+    def load(self, index: int, q: Tensor, k: Tensor, v: Tensor, module: torch.nn.Module) -> None:
+        """Store one layer of an unpadded prompt that was computed elsewhere, without attention; layers in order.
+
+        q ``[B, H_q, T, d]``, k and v ``[B, H, T, d]``, all after RoPE; ``module`` is the layer's attention module.
+        """
+        if index == 0:
+            self._begin(k.shape[-2], k, None, None)
+        self.layers[index].seen += k.shape[-2]
+        self.store.ingest(index, PromptView(q, k, v, self._real, module.scaling), module)
+        if index == self.geometry.layers - 1:
+            self.store.end()
+            self._real = None
+
     def _begin(self, n: int, k: Tensor, mask: Tensor | None, positions: Tensor | None) -> None:
         self._in_prompt = self.store is None
         if self._in_prompt:

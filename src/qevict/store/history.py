@@ -315,7 +315,9 @@ class History:
                 index = torch.tensor([group.rows.index(order[i]) for i in places], device=self.device)
                 for layer in group.layers:
                     layer.select(index)
-                group.rows, group.first = places, group.first.index_select(0, index)
+                group.rows, group.first = places, group.layers[0].first
+                for layer in group.layers:  # one tensor, counted once
+                    layer.first = group.first
                 groups.append(group)
         self.groups, self.batch = groups, len(order)
 

@@ -15,6 +15,7 @@ from qevict.store.codec import pack, packed_bytes, stored, unpack
 from qevict.store.stream import Field
 
 HALF = torch.float16
+RUNS = 256  # pieces of the sorted values that centroids are first chosen among
 FREE = -1  # index of an outlier slot that is not used
 
 
@@ -30,22 +31,41 @@ def nearest(y: Tensor, book: Tensor) -> Tensor:
 
 
 def kmeans_1d(x: Tensor, count: int, weight: Tensor | None = None, steps: int = 50) -> Tensor:
-    """Centroids ``[count]``, ascending, of the values ``x [n]``: Lloyd's algorithm from evenly spaced quantiles, exact by
-    prefix sums over the sorted values."""
+    """Centroids ``[count]``, ascending, of the values ``x [n]``: Lloyd's algorithm, exact by prefix sums over the sorted values,
+    from the best partition of ``RUNS`` runs of them (found by dynamic programming; plain quantiles end in poor optima)."""
     x, order = x.double().sort()
     w = torch.ones_like(x) if weight is None else weight.double()[order]
-    mass, moment = (torch.cat((t.new_zeros(1), t.cumsum(0))) for t in (w, w * x))
-    at = (torch.arange(count, device=x.device, dtype=x.dtype) + 0.5) / count * mass[-1]
-    book = x[torch.searchsorted(mass[1:], at).clamp_max(len(x) - 1)]
+    sums = [torch.cat((t.new_zeros(1), t.cumsum(0))) for t in (w, w * x, w * x * x)]
+    at = torch.linspace(0, len(x), min(RUNS, len(x)) + 1, device=x.device).round().long()
+    edge = at[_partition([t[at] for t in sums], count)]
+    mass, moment, _ = sums
+    book = None
     for _ in range(steps):
+        inside = mass[edge[1:]] - mass[edge[:-1]]
+        new = (moment[edge[1:]] - moment[edge[:-1]]) / inside.clamp_min(1e-300)
+        if book is not None:
+            new = torch.where(inside > 0, new, book)
+            if torch.equal(new, book):
+                break
+        book = new.sort().values
         edge = torch.searchsorted(x, (book[1:] + book[:-1]) / 2, right=True)
         edge = torch.cat((edge.new_zeros(1), edge, edge.new_tensor([len(x)])))
-        inside = mass[edge[1:]] - mass[edge[:-1]]
-        new = torch.where(inside > 0, (moment[edge[1:]] - moment[edge[:-1]]) / inside.clamp_min(1e-300), book)
-        if torch.equal(new, book):
-            break
-        book = new
     return book.float()
+
+
+def _partition(sums: list[Tensor], count: int) -> Tensor:
+    """Borders ``[count + 1]`` of the partition of runs into ``count`` clusters with the least squared error; ``sums`` are prefix
+    sums ``[runs + 1]`` of mass, moment and square. With fewer runs than clusters some are empty."""
+    mass, moment, square = (t[None, :] - t[:, None] for t in sums)
+    cost = (square - moment * moment / mass.clamp_min(1e-300)).masked_fill(torch.ones_like(mass).tril(-1).bool(), float("inf"))
+    best, choices = cost[0], []
+    for _ in range(count - 1):
+        best, choice = (best[:, None] + cost).min(0)
+        choices.append(choice)
+    border = [len(sums[0]) - 1]
+    for choice in reversed(choices):
+        border.append(int(choice[border[-1]]))
+    return torch.tensor([0, *reversed(border)], device=sums[0].device)
 
 
 def percentile(x: Tensor, q: float) -> Tensor:
@@ -114,7 +134,8 @@ class NuqCodec:
         y = torch.where(half > 0, (row - middle) / torch.where(half > 0, half, 1), 0)
         if side:
             # of a token's own range exactly these are left out; a static range has outliers only where y leaves it
-            (high, above), (low, below) = y.topk(side), y.topk(side, largest=False)
+            ranked = row if self.middle is None else y
+            (high, above), (low, below) = ranked.topk(side), ranked.topk(side, largest=False)
             if self.middle is not None:
                 above, below = above.masked_fill(high <= 1, FREE), below.masked_fill(low >= -1, FREE)
             where = torch.cat((above, below), -1)

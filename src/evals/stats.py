@@ -1,0 +1,54 @@
+"""Intervals: seeded bootstrap of a mean of task means, and of the difference between two runs on the same items."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+ROUNDS, SEED, LEVEL = 2000, 0, 0.95
+
+
+def _means(groups: Sequence[np.ndarray], rng: np.random.Generator) -> np.ndarray:
+    """``[ROUNDS]`` mean of the groups' means, each group drawn anew with replacement."""
+    return np.mean([g[rng.integers(0, len(g), (ROUNDS, len(g)))].mean(-1) for g in groups], 0)
+
+
+def interval(groups: Mapping[str, Sequence[float]] | Sequence[float]) -> tuple[float, float] | None:
+    """95 % interval of the mean (of the task means, if values are given by task); None below two values in a task."""
+    parts = list(groups.values()) if isinstance(groups, Mapping) else [groups]
+    parts = [np.asarray(p, dtype=float) for p in parts]
+    if not parts or min(len(p) for p in parts) < 2:
+        return None
+    low, high = np.quantile(_means(parts, np.random.default_rng(SEED)), ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
+    return float(low), float(high)
+
+
+def paired(a: Mapping[str, Mapping[str, float]], b: Mapping[str, Mapping[str, float]]) -> dict:
+    """Difference ``b - a`` of two runs over the items that both have.
+
+    Args:
+        a, b: values by task and item id.
+
+    Returns:
+        ``n`` items compared, ``only_a`` and ``only_b`` left out, ``a`` and ``b`` (means of task means), ``difference`` and its
+        95 % ``interval`` (None below two items in a task).
+
+    Raises:
+        ValueError: the runs have no item in common.
+    """
+    common = {t: sorted(a[t].keys() & b[t].keys()) for t in sorted(a.keys() & b.keys())}
+    common = {t: ids for t, ids in common.items() if ids}
+    if not common:
+        raise ValueError("the two runs have no sample in common: compare runs of the same task, length, n and seed")
+    count = sum(len(ids) for ids in common.values())
+    deltas = {t: [b[t][i] - a[t][i] for i in ids] for t, ids in common.items()}
+    return {
+        "n": count,
+        "only_a": sum(len(v) for v in a.values()) - count,
+        "only_b": sum(len(v) for v in b.values()) - count,
+        "a": float(np.mean([np.mean([a[t][i] for i in ids]) for t, ids in common.items()])),
+        "b": float(np.mean([np.mean([b[t][i] for i in ids]) for t, ids in common.items()])),
+        "difference": float(np.mean([np.mean(d) for d in deltas.values()])),
+        "interval": interval(deltas),
+    }
