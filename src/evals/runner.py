@@ -20,7 +20,7 @@ from evals.meters import meter_name
 from evals.records import RunDir, RunError, digest, environment, read_json, readable, write_json
 from qevict.budget import Budget
 from qevict.fields import check_mapping
-from qevict.hf.cache import DTYPES, TierCache, geometry_of
+from qevict.hf.cache import BACKENDS, DTYPES, TierCache, geometry_of
 from qevict.hf.loading import load_config, load_model, load_tokenizer, resolve
 from qevict.policy import Policy
 
@@ -60,8 +60,8 @@ def plan(config: DictConfig) -> Plan:
     """
     model = config.model
     check_mapping(config, FIELDS)
-    if config.backend.name != "reference":
-        raise ValueError(f"backend={config.backend.name}: choose reference")
+    if config.backend.name not in BACKENDS:
+        raise ValueError(f"backend={config.backend.name}: choose one of {', '.join(BACKENDS)}")
     if config.logger.name not in ("none", "wandb"):
         raise ValueError(f"logger.name={config.logger.name}: choose none or wandb")
     policy = instantiate(config.method)
@@ -176,7 +176,7 @@ def _work(job: Plan, folder: RunDir, todo: list[Item], announce, stopping) -> di
     folder.status("running", len(job.items))
 
     def new_cache(budget: Budget) -> TierCache:
-        return TierCache(model, job.policy, budget, DTYPES[config.cache.dtype])
+        return TierCache(model, job.policy, budget, DTYPES[config.cache.dtype], config.backend.name)
 
     session = Session(model, job.tokenizer, job.budget, new_cache)
     # on a run of its own: the meter slows it down, and it warms up the timed ones

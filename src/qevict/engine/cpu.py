@@ -26,6 +26,7 @@ SOURCE = Path(__file__).with_name("fused.cpp")
 FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-ffinite-math-only",
     "-fassociative-math", "-fno-signed-zeros", "-w", "-shared", "-fPIC",
+    *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []),
 )  # fmt: skip
 DIMS = (16, 32, 64, 80, 96, 128, 256)  # head dimensions that the source is instantiated for
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3}
@@ -53,7 +54,7 @@ class CompilerError(RuntimeError):
     """The kernel cannot be built. The message is one sentence."""
 
 
-def build(source: Path = SOURCE, compiler: str | None = None) -> Path:
+def build(flags: tuple[str, ...] = FLAGS, compiler: str | None = None) -> Path:
     """Compile the kernel into the user's cache, unless it is there. Two processes may race: each result appears whole.
 
     Raises:
@@ -61,7 +62,7 @@ def build(source: Path = SOURCE, compiler: str | None = None) -> Path:
     """
     compiler = compiler or os.environ.get("CXX") or "c++"
     machine = platform.machine() + _cpu_flags()
-    key = hashlib.sha256("\x00".join((source.read_text(), compiler, *FLAGS, machine)).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\x00".join((SOURCE.read_text(), compiler, *flags, machine)).encode()).hexdigest()[:16]
     target = cache_dir() / "kernels" / f"fused-{key}.so"
     if target.is_file():
         return target
@@ -69,7 +70,7 @@ def build(source: Path = SOURCE, compiler: str | None = None) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         fresh = Path(folder) / "fused.so"
         try:
-            subprocess.run([compiler, *FLAGS, "-o", fresh, source], check=True, capture_output=True, text=True)
+            subprocess.run([compiler, *flags, "-o", fresh, SOURCE], check=True, capture_output=True, text=True)
         except FileNotFoundError:
             raise CompilerError(f"no C++ compiler {compiler!r}: install one, or name it in CXX") from None
         except subprocess.CalledProcessError as error:
@@ -95,7 +96,10 @@ def library() -> ctypes.CDLL:
     Raises:
         CompilerError: it cannot be built or loaded.
     """
-    path = build()
+    return load(build())
+
+
+def load(path: Path) -> ctypes.CDLL:
     try:
         lib = ctypes.CDLL(str(path))
     except OSError as error:

@@ -15,6 +15,7 @@
 namespace {
 
 constexpr int64_t TILE = 16;    // tokens of a full-precision tile
+constexpr int64_t AHEAD = 6;    // windows, or tiles, whose memory is asked for before it is needed
 constexpr int64_t COARSE = 256; // positions per row of the coarse rotary table
 constexpr float HIDDEN = -1e30f; // logit of a token that is not seen; finite, because the flags let the compiler ignore infinities
 
@@ -24,14 +25,20 @@ typedef float v16u __attribute__((vector_size(64), aligned(4), may_alias));
 inline v16 load(const float *p) { return *reinterpret_cast<const v16u *>(p); }
 inline void save(float *p, v16 x) { *reinterpret_cast<v16u *>(p) = x; }
 
-inline float total(v16 x) {
-#ifdef __AVX512F__
-  return _mm512_reduce_add_ps((__m512)x);
-#else
-  float s = 0;
-  for (int i = 0; i < 16; ++i) s += x[i];
-  return s;
-#endif
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+
+// lane sums of eight vectors, in order, in the first eight lanes
+inline v16 totals(const v16 *x) {
+  v16 pair[4], four[2];
+  for (int i = 0; i < 4; ++i)
+    pair[i] = SHUFFLE(x[2 * i], x[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+              SHUFFLE(x[2 * i], x[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+  for (int i = 0; i < 2; ++i)
+    four[i] = SHUFFLE(pair[2 * i], pair[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+              SHUFFLE(pair[2 * i], pair[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  v16 eight = SHUFFLE(four[0], four[1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+              SHUFFLE(four[0], four[1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+  return eight + SHUFFLE(eight, eight, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
 }
 
 inline float from_half(uint16_t h) {
@@ -161,20 +168,41 @@ struct Args {
 
 namespace {
 
-// codes of one row, in bit planes (store/codec.py), as floats
-inline void unpack(const uint8_t *row, int64_t bits, int64_t dim, float *out) {
-  if (bits == 3) {
-    int64_t low = dim / 4, high = dim / 8;
-    for (int64_t r = 0; r < 4; ++r)
-      for (int64_t j = 0; j < low; ++j) out[r * low + j] = (row[j] >> (2 * r)) & 3;
-    for (int64_t r = 0; r < 8; ++r)
-      for (int64_t j = 0; j < high; ++j) out[r * high + j] += ((row[low + j] >> r) & 1) * 4;
-    return;
+typedef uint8_t b16 __attribute__((vector_size(16)));
+typedef uint8_t b16u __attribute__((vector_size(16), aligned(1), may_alias));
+typedef int32_t i16 __attribute__((vector_size(64)));
+
+// one plane of `BITS` bits of a row's codes, times `factor`, as floats; added to `out` if `ADD`
+template <int64_t D, int BITS, bool ADD> inline void plane(const uint8_t *row, int factor, float *out) {
+  constexpr int64_t width = D * BITS / 8;
+  constexpr int mask = (1 << BITS) - 1;
+  if constexpr (width % 16 == 0) {
+    for (int64_t j = 0; j < width; j += 16) {
+      i16 byte = __builtin_convertvector((b16) * (const b16u *)(row + j), i16);
+#pragma GCC unroll 8
+      for (int r = 0; r < 8 / BITS; ++r) {
+        v16 code = __builtin_convertvector(((byte >> (r * BITS)) & mask) * factor, v16);
+        float *to = out + r * width + j;
+        save(to, ADD ? load(to) + code : code);
+      }
+    }
+  } else {
+    for (int r = 0; r < 8 / BITS; ++r)
+      for (int64_t j = 0; j < width; ++j) {
+        float code = ((row[j] >> (r * BITS)) & mask) * factor;
+        out[r * width + j] = ADD ? out[r * width + j] + code : code;
+      }
   }
-  int64_t runs = 8 / bits, width = dim / runs;
-  uint8_t mask = (1 << bits) - 1;
-  for (int64_t r = 0; r < runs; ++r)
-    for (int64_t j = 0; j < width; ++j) out[r * width + j] = (row[j] >> (r * bits)) & mask;
+}
+
+// codes of one row, in bit planes (store/codec.py), as floats
+template <int64_t D> inline void unpack(const uint8_t *row, int64_t bits, float *out) {
+  switch (bits) {
+  case 2: plane<D, 2, false>(row, 1, out); break;
+  case 3: plane<D, 2, false>(row, 1, out), plane<D, 1, true>(row + D / 4, 4, out); break;
+  case 4: plane<D, 4, false>(row, 1, out); break;
+  default: plane<D, 8, false>(row, 1, out);
+  }
 }
 
 int64_t first_slot(const Pool &p, const Args &a, int64_t b, int64_t h, bool grouped) {
@@ -185,11 +213,16 @@ int64_t first_slot(const Pool &p, const Args &a, int64_t b, int64_t h, bool grou
   return sum;
 }
 
+// slots are read in several streams, too many and too short for the processor to guess
+inline void fetch(const void *base, int64_t at, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)base + at + i);
+}
+
 template <int BLOCKS> struct Head {
   static constexpr int64_t D = BLOCKS * 16;
   const Args &a;
   int64_t b, h, group, span; // span: tokens of a row of logits
-  std::vector<float> &logits, &tile, &turned;
+  std::vector<float> &logits, &tile, &turned, &scales;
 
   bool visible(int64_t column) const { return column >= a.rows[b] && column < a.seen; }
 
@@ -197,10 +230,18 @@ template <int BLOCKS> struct Head {
     for (int64_t g = 0; g < group; ++g) {
       v16 query[BLOCKS];
       for (int i = 0; i < BLOCKS; ++i) query[i] = load(q + g * D + i * 16);
-      for (int64_t t = 0; t < n; ++t) {
-        v16 sum = query[0] * load(rows + t * D);
-        for (int i = 1; i < BLOCKS; ++i) sum += query[i] * load(rows + t * D + i * 16);
-        out[g * span + t] = total(sum) * a.scaling;
+      for (int64_t t = 0; t < n; t += 8) {
+        int64_t m = std::min<int64_t>(8, n - t);
+        v16 sum[8];
+#pragma GCC unroll 8
+        for (int64_t j = 0; j < 8; ++j) {
+          const float *row = rows + (t + j) * D; // a tile has room for a multiple of 8 rows
+          sum[j] = query[0] * load(row);
+#pragma GCC unroll 16
+          for (int i = 1; i < BLOCKS; ++i) sum[j] += query[i] * load(row + i * 16);
+        }
+        v16 all = totals(sum) * a.scaling;
+        std::memcpy(out + g * span + t, &all, m * sizeof(float));
       }
     }
   }
@@ -221,6 +262,7 @@ template <int BLOCKS> struct Head {
   template <class F> void tiles(const void *base, int64_t at, int64_t count, F each) {
     for (int64_t lo = 0; lo < count; lo += TILE) {
       int64_t n = std::min(TILE, count - lo);
+      fetch(base, (at + lo + AHEAD * TILE) * D * SIZE[a.type], TILE * D * SIZE[a.type]);
       widen(base, a.type, (at + lo) * D, tile.data(), n * D);
       each(tile.data(), lo, n);
     }
@@ -238,12 +280,17 @@ template <int BLOCKS> struct Head {
   void turn_back(int64_t position, const float *q) {
     const float *lo = a.fine + (position & (COARSE - 1)) * D, *hi = a.coarse + ((position >> 8) + 1) * D;
     constexpr int64_t H = D / 2;
+    float c[H], s[H];
     for (int64_t i = 0; i < H; ++i) {
-      float c = hi[i] * lo[i] - hi[H + i] * lo[H + i], s = hi[H + i] * lo[i] + hi[i] * lo[H + i];
-      for (int64_t g = 0; g < group; ++g) {
-        float x = q[g * D + i], y = q[g * D + H + i];
-        turned[g * D + i] = x * c + y * s;
-        turned[g * D + H + i] = y * c - x * s;
+      c[i] = hi[i] * lo[i] - hi[H + i] * lo[H + i];
+      s[i] = hi[H + i] * lo[i] + hi[i] * lo[H + i];
+    }
+    for (int64_t g = 0; g < group; ++g) {
+      const float *x = q + g * D, *y = x + H;
+      float *out = turned.data() + g * D;
+      for (int64_t i = 0; i < H; ++i) {
+        out[i] = x[i] * c[i] + y[i] * s[i];
+        out[H + i] = y[i] * c[i] - x[i] * s[i];
       }
     }
   }
@@ -255,7 +302,7 @@ template <int BLOCKS> struct Head {
     constexpr int64_t H = D / 2;
     for (int64_t t = 0; t < a.window; ++t) {
       float row[D], *out = tile.data() + t * D;
-      unpack(a.k_code + (slot * a.window + t) * a.k_bytes, a.key_bits, D, row);
+      unpack<D>(a.k_code + (slot * a.window + t) * a.k_bytes, a.key_bits, row);
       const float *c = a.fine + t * D, *s = c + H;
       for (int64_t i = 0; i < H; ++i) {
         float x = row[i] * scale[i] + zero[i], y = row[H + i] * scale[H + i] + zero[H + i];
@@ -266,16 +313,20 @@ template <int BLOCKS> struct Head {
   }
 
   void values(int64_t slot) {
-    int64_t per = D / a.value_group;
-    float scale[D], zero[D];
+    int64_t per = D / a.value_group, n = a.window * per;
+    scales.resize(2 * n);
+    float *scale = scales.data(), *zero = scale + n;
+    meta(a.v_scale, slot * n, n, slot, 1, false, scale);
+    meta(a.v_zero, slot * n, n, slot, 1, true, zero);
     for (int64_t t = 0; t < a.window; ++t) {
       float *out = tile.data() + t * D;
-      int64_t at = (slot * a.window + t) * per;
-      meta(a.v_scale, at, per, slot, 1, false, scale);
-      meta(a.v_zero, at, per, slot, 1, true, zero);
-      unpack(a.v_code + (slot * a.window + t) * a.v_bytes, a.value_bits, D, out);
+      unpack<D>(a.v_code + (slot * a.window + t) * a.v_bytes, a.value_bits, out);
+      if (per == 1) {
+        for (int64_t i = 0; i < D; ++i) out[i] = out[i] * scale[t] + zero[t];
+        continue;
+      }
       for (int64_t j = 0; j < per; ++j)
-        for (int64_t i = j * a.value_group; i < (j + 1) * a.value_group; ++i) out[i] = out[i] * scale[j] + zero[j];
+        for (int64_t i = j * a.value_group; i < (j + 1) * a.value_group; ++i) out[i] = out[i] * scale[t * per + j] + zero[t * per + j];
     }
   }
 
@@ -302,7 +353,7 @@ template <int BLOCKS> struct Head {
     int64_t shift = a.rows[a.batch + b], pad = a.rows[2 * a.batch + b], sink_at = (b * a.kv_heads + h) * a.sinks;
     span = a.sinks + (full + coded) * w;
     logits.resize(group * span);
-    tile.resize(std::max(TILE, w) * D);
+    tile.resize(std::max(TILE, (w + 7) / 8 * 8) * D);
     turned.resize(group * D);
     const float *q = a.q + (b * a.query_heads + h * group) * D, *sink_q = a.sink_q ? a.sink_q + (q - a.q) : q;
     float *out = a.out + (q - a.q), *l_full = logits.data() + a.sinks, *l_code = l_full + full * w;
@@ -317,7 +368,10 @@ template <int BLOCKS> struct Head {
     tiles(a.sink_k, sink_at, a.sinks, [&](const float *rows, int64_t lo, int64_t n) { dots(sink_q, rows, n, logits.data() + lo); });
     tiles(a.full_k, full_at * w, full * w, [&](const float *rows, int64_t lo, int64_t n) { dots(q, rows, n, l_full + lo); });
     for (int64_t s = 0; s < coded; ++s) {
-      int64_t id = a.coded.unit[code_id + s];
+      int64_t id = a.coded.unit[code_id + s], next = code_at + s + AHEAD;
+      fetch(a.k_code, next * w * a.k_bytes, w * a.k_bytes);
+      fetch(a.k_scale, next * D * SIZE[a.meta], D * SIZE[a.meta]);
+      fetch(a.k_zero, next * D * SIZE[a.meta], D * SIZE[a.meta]);
       if (id < 0) continue;
       turn_back(a.origin + id * w + shift, q);
       keys(code_at + s);
@@ -353,6 +407,10 @@ template <int BLOCKS> struct Head {
     tiles(a.sink_v, sink_at, a.sinks, [&](const float *rows, int64_t lo, int64_t n) { weigh(logits.data() + lo, rows, n, out); });
     tiles(a.full_v, full_at * w, full * w, [&](const float *rows, int64_t lo, int64_t n) { weigh(l_full + lo, rows, n, out); });
     for (int64_t s = 0; s < coded; ++s) {
+      int64_t next = code_at + s + AHEAD, per = w * (D / a.value_group) * SIZE[a.meta];
+      fetch(a.v_code, next * w * a.v_bytes, w * a.v_bytes);
+      fetch(a.v_scale, next * per, per);
+      fetch(a.v_zero, next * per, per);
       if (a.coded.unit[code_id + s] < 0) continue;
       values(code_at + s);
       weigh(l_code + s * w, tile.data(), w, out);
@@ -383,13 +441,13 @@ void spread(const Args &a, const Pool &p, int64_t b, int64_t offset, int64_t str
 }
 
 template <int BLOCKS> void decode(const Args &a) {
-  thread_local std::vector<float> logits, tile, turned, mean, high;
+  thread_local std::vector<float> logits, tile, turned, scales, mean, high;
   int64_t stride = a.full.slots + (a.k_code ? a.coded.slots : 0);
   mean.resize(a.kv_heads * stride);
   high.resize(a.kv_heads * stride);
   for (int64_t b = 0; b < a.batch; ++b) {
     for (int64_t h = 0; h < a.kv_heads; ++h)
-      Head<BLOCKS>{a, b, h, a.query_heads / a.kv_heads, 0, logits, tile, turned}.run(mean.data() + h * stride, high.data() + h * stride);
+      Head<BLOCKS>{a, b, h, a.query_heads / a.kv_heads, 0, logits, tile, turned, scales}.run(mean.data() + h * stride, high.data() + h * stride);
     if (!a.collect) continue;
     spread(a, a.full, b, 0, stride, mean.data(), high.data());
     if (a.k_code) spread(a, a.coded, b, a.full.slots, stride, mean.data(), high.data());
