@@ -100,7 +100,7 @@ class Efficiency:
     def _step(self, session: Session, cache) -> None:
         """One token per sequence through the model."""
         model, seen = session.model, cache.get_seq_length()
-        ids = torch.full((self.batch, 1), 1000, device=model.device)
+        ids = torch.ones(self.batch, 1, dtype=torch.int64, device=model.device)
         positions = torch.full((self.batch, 1), seen, device=model.device)
         model(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **{cache_keyword(model): cache})
 
@@ -152,7 +152,9 @@ class Efficiency:
     def _prefill(self, session: Session) -> dict:
         model = session.model
         draw = torch.Generator().manual_seed(self.seed)
-        ids = torch.randint(1000, 20000, (self.prefill_batch, self.context), generator=draw).to(model.device)
+        ids = torch.randint(1, model.config.get_text_config().vocab_size, (self.prefill_batch, self.context), generator=draw).to(
+            model.device
+        )
 
         def prefill(cache) -> None:
             model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_keyword(model): cache})
