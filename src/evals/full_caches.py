@@ -5,30 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from baselines.fullkv import FullKV
 from qevict.hf.attention import NAME
-from qevict.hf.cache import TierCache
+from qevict.hf.cache import HandleLayer, TierCache
 
 NAMES = ("dynamic_sdpa", "dynamic_eager", "dynamic_flash", "packed", "fullkv")
 IMPLEMENTATIONS = {"dynamic_eager": "eager", "dynamic_flash": "flash_attention_2"}
 
 
-class PackedLayer(CacheLayerMixin):
+class PackedLayer(HandleLayer):
     """Keys and values in tensors that never move; a single query token's head group is packed into the query axis, so keys are
     read once per KV head."""
 
-    is_sliding = is_compileable = is_croppable = supports_early_init = False
-    is_initialized = True
-
     def __init__(self, room: int):
-        self.room, self.seen = room, 0
+        self.room = room
         self.k = self.v = None
-
-    def lazy_initialization(self, *args, **kwargs):
-        """Nothing to do: tensors are made when the first tokens arrive."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         batch, heads, n, dim = key_states.shape
@@ -46,17 +39,6 @@ class PackedLayer(CacheLayerMixin):
         packed = query.squeeze(2).unflatten(1, (k.shape[1], -1))  # [B, H, group, d]
         out = torch.nn.functional.scaled_dot_product_attention(packed, k, v, scale=scaling)
         return out.flatten(1, 2).unsqueeze(1)
-
-    def get_seq_length(self, *args) -> int:
-        return self.seen
-
-    def get_mask_sizes(self, query) -> tuple[int, int]:
-        return self.seen + (query if isinstance(query, int) else query.shape[0]), 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length
 
 
 def make(name: str, model, room: int, dtype: torch.dtype) -> Cache:

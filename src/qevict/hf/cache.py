@@ -41,18 +41,34 @@ def geometry_of(config, dtype: torch.dtype) -> Geometry:
     return Geometry(config.num_hidden_layers, heads, config.num_key_value_heads, dim, dtype)
 
 
-class TierLayer(CacheLayerMixin):
-    """One layer. ``update`` hands itself to the attention function in the place of keys and values."""
+class HandleLayer(CacheLayerMixin):
+    """A layer whose ``update`` hands itself to the attention function in the place of keys and values, which then calls its
+    ``attend``. Lengths are logical (tokens seen, not tokens stored), so that masks and position ids follow by themselves."""
 
     is_sliding = is_compileable = is_croppable = supports_early_init = False
     is_initialized = True
-
-    def __init__(self, cache: TierCache, index: int):
-        self.cache, self.index = cache, index
-        self.seen, self.pending = 0, None
+    seen = 0
 
     def lazy_initialization(self, *args, **kwargs):
-        """Nothing to do: the store is made when the first prompt arrives."""
+        """Nothing to do: the store is made when the first tokens arrive."""
+
+    def get_seq_length(self, *args) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query) -> tuple[int, int]:
+        return self.seen + (query if isinstance(query, int) else query.shape[0]), 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+
+class TierLayer(HandleLayer):
+    """One layer of a :class:`TierCache`."""
+
+    def __init__(self, cache: TierCache, index: int):
+        self.cache, self.index, self.pending = cache, index, None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         self.pending = (key_states, value_states)
@@ -67,18 +83,6 @@ class TierLayer(CacheLayerMixin):
     def attend(self, module, query, mask, scaling, position_ids, **kwargs) -> Tensor:
         (k, v), self.pending = self.pending, None
         return self.cache.attend(self.index, module, query, k, v, mask, scaling, position_ids, **kwargs)
-
-    # Lengths are logical (tokens seen, not tokens stored), so that masks and position ids follow by themselves.
-    def get_seq_length(self, *args) -> int:
-        return self.seen
-
-    def get_mask_sizes(self, query) -> tuple[int, int]:
-        return self.seen + (query if isinstance(query, int) else query.shape[0]), 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length
 
     def crop(self, *args):
         raise NotImplementedError("evicted tokens cannot come back: assisted and prompt-lookup decoding need another cache")
@@ -168,7 +172,7 @@ class TierCache(Cache):
                 if kwargs.get("dropout"):
                     raise ValueError("the cache is for inference: call model.eval() first")
                 self._begin(n, k, mask, positions)
-            except ValueError:  # refused: the cache is as it was before the call
+            except (ValueError, cpu.CompilerError):  # refused: the cache is as it was before the call
                 self.layers[0].seen -= n
                 raise
         if self._in_prompt:
