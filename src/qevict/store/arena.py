@@ -66,9 +66,8 @@ class Arena:
         g, heads = geometry, (geometry.layers, self.batch, geometry.kv_heads)
         groups, again = policy.groups(g), not budget.once  # what only a later selection needs is not kept if there is none
         self.channels = policy.channels if again else ()
-        self.linked = policy.linked and again
         collected = dict.fromkeys(self.channels, (torch.float32, 0.0))
-        extra = {"link": (torch.int32, EMPTY)} if self.linked else {}
+        extra = {"link": (torch.int32, EMPTY)} if policy.linked and again else {}
         if policy.weighs_values == "at_arrival" and again:
             extra["weight"] = (torch.float16, 0.0)
         dense = dict.fromkeys(("k", "v"), ((policy.window, g.head_dim), g.dtype))

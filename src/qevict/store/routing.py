@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from qevict.store.pool import EMPTY, ledger, pair
 if TYPE_CHECKING:
     from qevict.store.arena import Arena
 
+MOVED = 512  # units that move at a time
 Place = tuple[Tensor, Tensor, Tensor, Tensor]  # layer, row, group, slot: equally long index tensors
 
 
@@ -98,8 +100,7 @@ def _move(arena: Arena, rows: Tensor, drop: Tensor, demote: Tensor, promote: Ten
     unit[back] = EMPTY
     link[back] = EMPTY
     # demoted for the first time: encoded, written once
-    source, target = _match(demote & (unit[:, rows] >= 0), code_unit, rows)
-    if len(source[0]):
+    for source, target in _match(demote & (unit[:, rows] >= 0), code_unit, rows):
         ids = unit[source]
         index = arena.full.index(*source)
         per = index.shape[-1]
@@ -111,8 +112,7 @@ def _move(arena: Arena, rows: Tensor, drop: Tensor, demote: Tensor, promote: Ten
         code_unit[target], code_score[target] = ids, score[source]
         unit[source] = EMPTY
     # promoted: the same approximation at full precision, its code stays in the ledger
-    source, target = _match(promote, unit, rows)
-    if len(source[0]):
+    for source, target in _match(promote, unit, rows):
         ids = code_unit[source]
         index = arena.coded.index(*source)
         data = {name: flat[index] for name, flat in arena.coded.payload.items()}
@@ -130,8 +130,11 @@ def _move(arena: Arena, rows: Tensor, drop: Tensor, demote: Tensor, promote: Ten
         pool.put(name, grid)
 
 
-def _match(items: Tensor, free_unit: Tensor, rows: Tensor) -> tuple[Place, Place]:
-    """Pair units to move (mask ``[L, rows, G, n]``) with free slots of the other pool: source and target."""
+def _match(items: Tensor, free_unit: Tensor, rows: Tensor) -> Iterator[tuple[Place, Place]]:
+    """Pair units to move (mask ``[L, rows, G, n]``) with free slots of the other pool: source and target, some at a time, so that
+    what is decoded or encoded on the way stays small."""
     r, item, slot = pair(items.flatten(0, 2), (free_unit[:, rows] == EMPTY).flatten(0, 2))
     layer, row, group = torch.unravel_index(r, items.shape[:3])
-    return (layer, rows[row], group, item), (layer, rows[row], group, slot)
+    for part in torch.arange(len(r), device=r.device).split(MOVED):
+        where = layer[part], rows[row[part]], group[part]
+        yield (*where, item[part]), (*where, slot[part])
