@@ -20,7 +20,7 @@ from baselines.kvquant import KVQuant
 from evals.cli import EXPECTED, one_line
 from qevict.artifact import ArtifactError, artifact_path, model_digest, save_artifact
 from qevict.hf.cache import geometry_of
-from qevict.hf.loading import load_model, load_tokenizer
+from qevict.hf.loading import load_config, load_model, load_tokenizer
 
 
 def read_text(files: list[Path]) -> str:
@@ -53,7 +53,7 @@ def collect(model, ids: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
 
 
 def calibrate(model, tokenizer, policy: KVQuant, text: str, sequences: int) -> dict[str, torch.Tensor]:
-    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
     if len(ids) < sequences * policy.length:
         raise ArtifactError(
             f"the text has {len(ids)} tokens, {sequences} sequences of {policy.length} need {sequences * policy.length}: "
@@ -101,7 +101,12 @@ def main() -> int:
             raise ArtifactError(
                 f"--sequences {o.sequences} --length {o.length}: give at least 1 sequence of more than --first tokens"
             )
+        if o.out is not None and (o.out.suffix != ".safetensors" or not o.out.parent.is_dir()):
+            raise ArtifactError(f"--out {o.out}: give a file that ends in .safetensors, in a folder that exists")
         text = read_text(o.text)
+        positions = load_config(o.model, o.revision).get_text_config().max_position_embeddings
+        if o.length > positions:
+            raise ArtifactError(f"--length {o.length}: the model has {positions} positions")
         model, source = load_model(o.model, o.revision, o.dtype, o.device)
         model.requires_grad_(False)
         digest = model_digest(model)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from baselines import zipcache
 from baselines.kvquant import KVQuant, KVQuantSelf
@@ -361,9 +362,10 @@ def artifact(tmp_path, monkeypatch):
 def test_artifact_round_trip(artifact):
     policy, path = artifact
     want = calibrated(policy, text(360), 300)
-    got = load_artifact("kvquant", "auto", tiny(), policy.setting(), "x.py")
+    shapes = {name: tuple(t.shape) for name, t in load_file(path).items()}
+    got = load_artifact("kvquant", "auto", tiny(), policy.setting(), shapes, "x.py")
     assert got.keys() == want.keys() and all(torch.equal(got[n], want[n]) and got[n].dtype == F16 for n in want)
-    assert load_artifact("kvquant", str(path), tiny(), policy.setting(), "x.py").keys() == want.keys()
+    assert load_artifact("kvquant", str(path), tiny(), policy.setting(), shapes, "x.py").keys() == want.keys()
     tables = policy.tables(tiny())
     assert len(tables) == 2 and all(t.keys() == NAMES for t in tables)
     assert {f.name for f in path.parent.iterdir()} == {path.name, path.with_suffix(".json").name}
@@ -379,6 +381,21 @@ def test_artifact_that_is_missing_names_the_command(tmp_path, monkeypatch):
         TierCache(tiny(), KVQuant(bits=4, length=512))
     with pytest.raises(ArtifactError, match=r"no calibration at .*nowhere"):
         TierCache(tiny(), KVQuant(calibration=str(tmp_path / "nowhere.safetensors")))
+
+
+@pytest.mark.parametrize("damage", ["missing", "shape", "nan"])
+def test_an_incomplete_artifact_is_refused(artifact, damage):
+    policy, path = artifact
+    tensors = load_file(path)
+    if damage == "missing":
+        del tensors["1.k_book"]
+    elif damage == "shape":
+        tensors["1.k_book"] = tensors["1.k_book"][:, :-1].contiguous()
+    else:
+        tensors["1.k_book"][0, 0] = float("nan")
+    save_artifact(path, tensors, {"model_digest": model_digest(tiny()), **policy.setting()})
+    with pytest.raises(ArtifactError, match=r"1.k_book is missing, not of shape \(1, 4\), or not finite: make it again"):
+        TierCache(tiny(), policy)
 
 
 @pytest.mark.parametrize(

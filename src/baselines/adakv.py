@@ -34,9 +34,9 @@ class AdaKV(SnapKV):
     def __post_init__(self):
         super().__post_init__()
         if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha={self.alpha:g} is outside [0, 1]")
+            raise ValueError(f"method.alpha={self.alpha:g} is outside [0, 1]")
         if self.safeguard not in ("window", "prefix", "blend"):
-            raise ValueError(f"safeguard={self.safeguard!r}: choose window, prefix or blend")
+            raise ValueError(f"method.safeguard={self.safeguard!r}: choose window, prefix or blend")
 
     def allocate(self, c: Candidates) -> Tensor:
         """Slots per head, ``[..., H, 1]``, summing to ``H * even``."""

@@ -21,6 +21,14 @@ def two_stages(c: Candidates, first: Tensor, queries: int, epsilon: float) -> Te
     return ((score + epsilon) * c.weight).masked_fill(rank_of(score) < first, float("inf"))
 
 
+def check_stages(epsilon: float, first_stage: float) -> None:
+    """Raise a ValueError for values that make no sense."""
+    if not 0 <= epsilon < float("inf"):
+        raise ValueError(f"method.epsilon={epsilon:g} must be 0 or more")
+    if not 0 <= first_stage <= 1:
+        raise ValueError(f"method.first_stage={first_stage:g} is outside [0, 1]")
+
+
 @dataclass(frozen=True)
 class CriticalKV(SnapKV):
     """SnapKV's scores, weighed by values in a second stage.
@@ -35,6 +43,10 @@ class CriticalKV(SnapKV):
 
     weighs_values = "at_event"
 
+    def __post_init__(self):
+        super().__post_init__()
+        check_stages(self.epsilon, self.first_stage)
+
     def rank(self, c: Candidates) -> Tensor:
         first = (self.first_stage * (c.full + self.observe)).clamp_min(1).floor() - self.observe
         return two_stages(c, first, self.observe, self.epsilon)
@@ -48,6 +60,10 @@ class AdaCriticalKV(AdaKV):
     first_stage: float = 0.5
 
     weighs_values = "at_event"
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_stages(self.epsilon, self.first_stage)
 
     def rank(self, c: Candidates) -> Tensor:
         safe = (self.alpha * (c.even + self.observe) + 1e-9).floor().clamp_min(1)

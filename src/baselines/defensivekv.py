@@ -38,9 +38,9 @@ class DefensiveKV(SnapKV):
     def __post_init__(self):
         super().__post_init__()
         if not 0 < self.mass <= 1:
-            raise ValueError(f"mass={self.mass:g} is outside (0, 1]")
+            raise ValueError(f"method.mass={self.mass:g} is outside (0, 1]")
         if self.bias not in ("prefix", "window"):
-            raise ValueError(f"bias={self.bias!r}: choose prefix or window")
+            raise ValueError(f"method.bias={self.bias!r}: choose prefix or window")
 
     def smooth(self, peak: Tensor, token: Tensor) -> Tensor:
         """Pooled along the last axis; each row keeps its sum. ``token`` is False on what is none (padding, free slots)."""

@@ -64,7 +64,7 @@ class KIVI(Quantizer):
     """2- or 4-bit codes of everything but the newest tokens. Keys are coded after RoPE.
 
     Args:
-        bits: 2 or 4 (the authors recommend 4 for models with grouped-query attention).
+        bits: 2, 3, 4 or 8 (the authors have 2 and 4, and recommend 4 for models with grouped-query attention).
         group: tokens (keys) or channels (values) that share a scale.
         residual: newest tokens in full; keys are coded in blocks of so many.
         meta: type of scales and zeros.
@@ -78,11 +78,13 @@ class KIVI(Quantizer):
     def __post_init__(self):
         super().__post_init__()
         if self.bits not in PLANES:
-            raise ValueError(f"bits={self.bits}: choose one of {sorted(PLANES)}")
+            raise ValueError(f"method.bits={self.bits}: choose one of {sorted(PLANES)}")
         if self.meta not in ("float16", "bfloat16", "float32"):
-            raise ValueError(f"meta={self.meta}: choose float16, bfloat16 or float32")
-        if self.group < 1 or self.residual < 1 or self.residual % self.group:
-            raise ValueError(f"residual={self.residual} must be a positive multiple of group={self.group}")
+            raise ValueError(f"method.meta={self.meta}: choose float16, bfloat16 or float32")
+        if self.group < 1:
+            raise ValueError(f"method.group={self.group} is below 1: choose a divisor of the head dimension, such as 32")
+        if self.residual < 1 or self.residual % self.group:
+            raise ValueError(f"method.residual={self.residual} must be a positive multiple of method.group={self.group}")
 
     @property
     def period(self) -> int:

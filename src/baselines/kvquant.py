@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qevict.artifact import load_artifact
 from qevict.budget import Geometry
+from qevict.hf.cache import geometry_of
 from qevict.quantizer import Quantizer, Tables
 from qevict.store.nuq import HALF, NuqCodec, kmeans_1d, outlier_slots, percentile, q_norm
 from qevict.store.stream import Field
@@ -43,11 +44,11 @@ class KVQuantSelf(Quantizer):
     def __post_init__(self):
         super().__post_init__()
         if self.bits not in (2, 3, 4):
-            raise ValueError(f"bits={self.bits}: choose 2, 3 or 4")
+            raise ValueError(f"method.bits={self.bits}: choose 2, 3 or 4")
         if not 0 <= self.outliers <= 0.2:
-            raise ValueError(f"outliers={self.outliers:g} is outside [0, 0.2]")
+            raise ValueError(f"method.outliers={self.outliers:g} is outside [0, 0.2]")
         if self.first < 0:
-            raise ValueError(f"first={self.first} is below 0: set method.first to 0 or more")
+            raise ValueError(f"method.first={self.first} is below 0: set method.first to 0 or more")
 
     @property
     def sink(self) -> int:
@@ -127,11 +128,20 @@ class KVQuant(KVQuantSelf):
     calibration: str = "auto"
     length: int = 2048
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.length <= self.first:
+            raise ValueError(f"method.length={self.length} must be above method.first={self.first}")
+
     def setting(self) -> dict[str, object]:
         """What an artifact must agree with."""
         return {"bits": self.bits, "outliers": self.outliers, "first": self.first, "q_norm": self.normed, "length": self.length}
 
     def tables(self, model: torch.nn.Module) -> list[Tables]:
-        flat = load_artifact("kvquant", self.calibration, model, self.setting(), "scripts/calibrate_kvquant.py")
-        layers = model.config.get_text_config().num_hidden_layers
-        return [{k.split(".", 1)[1]: t for k, t in flat.items() if k.startswith(f"{i}.")} for i in range(layers)]
+        g = geometry_of(model.config.get_text_config(), model.dtype)
+        width, book = g.kv_heads * g.head_dim, (1, 2**self.bits)
+        shapes = {"k_middle": (1, 1, width), "k_half": (1, 1, width), "k_book": book, "v_book": book}
+        shapes |= {"k_norm": (1, 2), "v_norm": (1, 2)} if self.normed else {}
+        every = {f"{i}.{name}": shape for i in range(g.layers) for name, shape in shapes.items()}
+        flat = load_artifact("kvquant", self.calibration, model, self.setting(), every, "scripts/calibrate_kvquant.py")
+        return [{name: flat[f"{i}.{name}"] for name in shapes} for i in range(g.layers)]

@@ -42,12 +42,12 @@ class SnapKV(Policy):
     def __post_init__(self):
         super().__post_init__()
         if self.pooling not in ("avg", "max"):
-            raise ValueError(f"pooling={self.pooling!r}: choose avg or max")
+            raise ValueError(f"method.pooling={self.pooling!r}: choose avg or max")
         if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"kernel={self.kernel} must be odd and positive")
+            raise ValueError(f"method.kernel={self.kernel} must be odd and positive")
         for name, value in (("observe", self.observe), ("interval", self.interval)):
             if value < 1:
-                raise ValueError(f"{name}={value} is below 1: set method.{name} to 1 or more")
+                raise ValueError(f"method.{name}={value} is below 1: set method.{name} to 1 or more")
 
     @property
     def prompt_queries(self) -> int:

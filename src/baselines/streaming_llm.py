@@ -30,9 +30,9 @@ class StreamingLLM(Policy):
     def __post_init__(self):
         super().__post_init__()
         if self.positions not in ("slot", "original"):
-            raise ValueError(f"positions={self.positions!r}: choose slot or original")
+            raise ValueError(f"method.positions={self.positions!r}: choose slot or original")
         if self.sink < 0:
-            raise ValueError(f"sink={self.sink} is below 0: set method.sink to 0 or more")
+            raise ValueError(f"method.sink={self.sink} is below 0: set method.sink to 0 or more")
 
     @property
     def slot_positions(self) -> bool:

@@ -52,16 +52,18 @@ class ZipCache(Quantizer):
     def __post_init__(self):
         super().__post_init__()
         if not 0 <= self.salient <= 1:
-            raise ValueError(f"salient={self.salient:g} is outside [0, 1]")
+            raise ValueError(f"method.salient={self.salient:g} is outside [0, 1]")
         if not 0 < self.probes <= 1:
-            raise ValueError(f"probes={self.probes:g} is outside (0, 1]")
+            raise ValueError(f"method.probes={self.probes:g} is outside (0, 1]")
         for name, value in (("high_bits", self.high_bits), ("low_bits", self.low_bits)):
             if value not in (2, 3, 4, 8):
-                raise ValueError(f"{name}={value}: choose 2, 3, 4 or 8")
+                raise ValueError(f"method.{name}={value}: choose 2, 3, 4 or 8")
+        if self.low_bits > self.high_bits:
+            raise ValueError(f"method.low_bits={self.low_bits} is above method.high_bits={self.high_bits}")
         if self.normalizer not in ("probes", "causal"):
-            raise ValueError(f"normalizer={self.normalizer!r}: choose probes or causal")
+            raise ValueError(f"method.normalizer={self.normalizer!r}: choose probes or causal")
         if self.interval < 1:
-            raise ValueError(f"interval={self.interval} is below 1: set method.interval to 1 or more")
+            raise ValueError(f"method.interval={self.interval} is below 1: set method.interval to 1 or more")
 
     @property
     def period(self) -> int:

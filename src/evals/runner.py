@@ -84,7 +84,9 @@ def plan(config: DictConfig) -> Plan:
     tokenizer = _tokenizer(model.path, model.revision)
     items = task.items(tokenizer, hub_config.get_text_config().max_position_embeddings)
     for item in {i.prompt: i for i in sorted(items, key=lambda i: -i.total)}.values():
-        policy.layout(geometry, dataclasses.replace(budget, max_new_tokens=item.total - item.prompt), item.prompt, item.prompt)
+        whole = dataclasses.replace(budget, max_new_tokens=item.total - item.prompt)
+        for seen in (item.prompt, item.total):  # what only outgrows its budget later is refused now
+            policy.layout(geometry, whole, item.prompt, seen)
     method = OmegaConf.to_container(config.method, resolve=True)
     _, source = resolve(model.path, model.revision)
     if source.kind == "hub":
@@ -171,13 +173,14 @@ def _finished(row: dict | None, item: Item) -> bool:
 def _work(job: Plan, folder: RunDir, todo: list[Item], announce, stopping) -> dict:
     config = job.config
     model, source = _model(config.model.path, config.model.revision, config.model.dtype, config.model.device)
-    env = environment(model.device, dataclasses.asdict(source))
-    folder.add_environment(env | {"calibration": job.policy.calibration_id(model)})
     folder.status("running", len(job.items))
 
     def new_cache(budget: Budget) -> TierCache:
         return TierCache(model, job.policy, budget, DTYPES[config.cache.dtype], config.backend.name)
 
+    env = environment(model.device, dataclasses.asdict(source))
+    used = new_cache(job.budget).decoder(model.device)
+    folder.add_environment(env | {"calibration": job.policy.calibration_id(model), "backend": used})
     session = Session(model, job.tokenizer, job.budget, new_cache)
     # on a run of its own: the meter slows it down, and it warms up the timed ones
     space = job.task.meter(session, job.items)
@@ -204,6 +207,7 @@ def _work(job: Plan, folder: RunDir, todo: list[Item], announce, stopping) -> di
         announce(f"{job.name}: {len(failed)} of {len(folder.finished)} samples failed, the first: {failed[0]['error']}")
     logger.finish(job.task.summary(list(folder.finished.values())))
     return {
+        "backend": used,
         "meter": meter_name(model.device),
         "workspace_bytes_prefill": space["prefill"],
         "workspace_bytes_decode": space["decode"],

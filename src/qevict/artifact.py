@@ -68,8 +68,10 @@ def save_artifact(path: Path, tensors: dict[str, Tensor], about: dict[str, objec
         os.replace(fresh, path)
 
 
-def load_artifact(kind: str, where: str, model: torch.nn.Module, setting: dict[str, object], script: str) -> dict[str, Tensor]:
-    """Tensors of an artifact for this model and setting.
+def load_artifact(
+    kind: str, where: str, model: torch.nn.Module, setting: dict[str, object], shapes: dict[str, tuple[int, ...]], script: str
+) -> dict[str, Tensor]:
+    """Tensors of an artifact for this model and setting, of the given names and shapes.
 
     Raises:
         ArtifactError: it is missing (with the command that makes it), damaged, or was made for another model or setting.
@@ -89,4 +91,10 @@ def load_artifact(kind: str, where: str, model: torch.nn.Module, setting: dict[s
             raise ArtifactError(
                 f"calibration {path} was made for {name}={about.get(name)}, this run has {name}={want}: make one with {script}"
             )
-    return {k: t.to(model.device) for k, t in tensors.items()}
+    for name, shape in shapes.items():
+        tensor = tensors.get(name)
+        if tensor is None or tuple(tensor.shape) != shape or not tensor.isfinite().all():
+            raise ArtifactError(
+                f"calibration {path}: {name} is missing, not of shape {shape}, or not finite: make it again with {script}"
+            )
+    return {name: tensors[name].to(model.device) for name in shapes}

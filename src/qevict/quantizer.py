@@ -51,12 +51,11 @@ class Quantizer(Policy):
     def __post_init__(self):
         super().__post_init__()
         e = self.evict
-        if e is not None and not (
-            isinstance(e, Policy) and e.window == 1 and e.per_head and e.channels == ("score",) and not e.shares
-        ):
+        fits = isinstance(e, Policy) and e.window == 1 and e.per_head and e.channels == ("score",) and not e.shares
+        if e is not None and not (fits and hasattr(e, "observe") and hasattr(e, "interval")):
             raise ValueError(
-                f"evict={type(e).__name__}: choose a method that keeps equally many tokens in every KV head by attention, such "
-                "as SnapKV or CriticalKV"
+                f"method.evict={e!r}: give _target_ and fields of a method that keeps equally many tokens in every KV head by "
+                "attention, such as baselines.snapkv.SnapKV or baselines.criticalkv.CriticalKV"
             )
 
     @property
@@ -158,23 +157,28 @@ class Quantizer(Policy):
             fix = f"budget>={-(-floor * 10000 // 1) / 10000:g}" if floor < 1 else "budget=1"
             raise BudgetError(
                 f"{type(self).__name__} keeps every token: at {seen + ahead} tokens it holds {held} bytes, the budget is "
-                f"{allowed}; its floor here is {fix} (budget=1 runs it as it is), or compose it with an evictor (method.evict, "
-                "such as method=kivi_snapkv)"
+                f"{allowed}; its floor here is {fix} or {held} bytes (budget=1 runs it as it is), or compose it with an evictor "
+                "(method.evict, such as method=kivi_snapkv)"
             )
 
     def _share(self, g: Geometry, budget: Budget, prompt: int, seen: int) -> Layout:
         """How many tokens the evictor may keep, so that the budget holds at every step up to the next selection."""
         once, least = budget.once, self.sink + self.evict.observe + 1
         allowed, interval = budget.resolve(g, prompt, seen), 0 if once else self.evict.interval
-        while interval > 1 and self._spare(g, budget, prompt, seen, least, interval) < 0:
+        # room for new tokens lies idle until they come: not more than a quarter of the budget
+        while interval > 1 and (
+            self._spare(g, budget, prompt, seen, least, interval) < 0
+            or self.total(g, least, least + interval, once) - self.total(g, least, least, once) > allowed // 4
+        ):
             interval //= 2
         if self._spare(g, budget, prompt, seen, least, interval) < 0:
             need = max(self.total(g, least, least + j, once) for j in range(interval + 1))
             share = -(-need * 10000 // g.full_bytes(budget.basis_tokens(prompt, seen))) / 10000
+            fix = f"budget>={share:g}" if share < 1 else "budget=1"
             raise BudgetError(
                 f"a budget of {allowed} bytes at {budget.basis_tokens(prompt, seen)} tokens cannot hold the {least} tokens that "
                 f"{type(self).__name__} with {type(self.evict).__name__} needs: smallest workable: {need} bytes "
-                f"(budget>={share:g}, or budget_bytes={need})"
+                f"({fix}, or budget_bytes={need})"
             )
         # the least that a token costs bounds the count from above
         cost = max(1, (self.total(g, 4096, 4096, once) - self.total(g, 2048, 2048, once)) // 2048)

@@ -76,6 +76,8 @@ def build(flags: tuple[str, ...] = FLAGS, compiler: str | None = None) -> Path:
         except subprocess.CalledProcessError as error:
             first = next((line for line in error.stderr.splitlines() if "error" in line), "no message")
             raise CompilerError(f"{compiler} cannot build the kernel: {first}") from None
+        with open(fresh, "rb") as file:
+            os.fsync(file.fileno())  # a library cut short by a power failure would kill the process that loads it
         os.replace(fresh, target)
     return target
 

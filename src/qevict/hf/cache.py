@@ -122,6 +122,8 @@ class TierCache(Cache):
         self.geometry = geometry_of(config, dtype or model.dtype)
         if backend not in BACKENDS:
             raise ValueError(f"backend={backend!r}: choose one of {', '.join(BACKENDS)}")
+        if backend == "cpu" and isinstance(policy, Quantizer):
+            raise ValueError(f"backend=cpu: {type(policy).__name__} is decoded by the reference; use backend=auto or reference")
         self.backend = backend
         self.rope = Rope(model.get_decoder().rotary_emb)
         if config._attn_implementation != NAME:
@@ -140,13 +142,13 @@ class TierCache(Cache):
         for layer in self.layers:
             layer.seen, layer.pending = 0, None
 
-    def _backend(self, device: torch.device) -> str:
-        """What ``auto`` comes to on a device.
+    def decoder(self, device: torch.device) -> str:
+        """The backend that is used on a device: what ``auto`` comes to.
 
         Raises:
             ValueError: the backend that was asked for does not work here.
         """
-        if self.backend == "reference":
+        if self.backend == "reference" or isinstance(self.policy, Quantizer):
             return "reference"
         fits = cpu.supports(self.geometry.head_dim, device)
         if self.backend == "cpu":
@@ -207,7 +209,7 @@ class TierCache(Cache):
             if isinstance(self.policy, Quantizer):
                 self.store = History(*common, self.tables)
             else:
-                self.store = Arena(*common, self._backend(k.device))
+                self.store = Arena(*common, self.decoder(k.device))
             self._real = real
             self.turn_open = False
         elif n == 1:

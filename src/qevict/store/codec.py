@@ -19,15 +19,15 @@ PLANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
 META_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "uint8": torch.uint8}
 
 
-def packed_bytes(channels: int, bits: int) -> int:
-    """Bytes of one packed row of ``channels`` codes.
+def packed_bytes(channels: int, bits: int, name: str = "bits") -> int:
+    """Bytes of one packed row of ``channels`` codes; ``name`` is what the user calls the bits.
 
     Raises:
         ValueError: the codes do not fill whole bytes.
     """
     runs = 8 // min(PLANES[bits])
     if channels % runs:
-        raise ValueError(f"{bits}-bit codes need a head dimension that is a multiple of {runs}, got {channels}")
+        raise ValueError(f"{name}={bits} needs a head dimension that is a multiple of {runs}, got {channels}")
     return sum(channels * plane // 8 for plane in PLANES[bits])
 
 
@@ -99,7 +99,7 @@ class WindowCodec:
         for name, bits in (("key_bits", self.key_bits), ("value_bits", self.value_bits)):
             if bits not in PLANES:
                 raise ValueError(f"{name}={bits}: choose one of {sorted(PLANES)}")
-            packed_bytes(self.head_dim, bits)
+            packed_bytes(self.head_dim, bits, name)
         if self.meta not in META_DTYPES:
             raise ValueError(f"meta={self.meta}: choose one of {sorted(META_DTYPES)}")
         if self.value_group is not None and (self.value_group < 1 or self.head_dim % self.value_group):
