@@ -45,12 +45,17 @@ class AdaKV(SnapKV):
         keep = torch.zeros_like(keep) if self.safeguard == "blend" else torch.minimum(keep.clamp_min(0), full)
         score = c.score.masked_fill(~c.candidate, float("-inf"))
         score = score.masked_fill(c.candidate & (rank_of(score) < keep), float("inf"))
-        place = rank_of(score.flatten(-2))  # in the order of the whole layer
-        best = place.view_as(score) < heads * full
-        share = (best & c.candidate).sum(-1, keepdim=True).float()
+        share = best_per_head(score, c.candidate, heads * full)
         if self.safeguard == "blend":
             share = share * (1 - self.alpha) + (self.alpha * full).floor()
         return exact_sum(share, heads * full)
+
+
+def best_per_head(priority: Tensor, candidate: Tensor, total: Tensor) -> Tensor:
+    """How many of a layer's best ``total [..., 1, 1]`` entries each head has, ``[..., H, 1]``; ``priority [..., H, U]`` is -inf
+    where ``candidate`` is False."""
+    best = rank_of(priority.flatten(-2)).view_as(priority) < total  # in the order of the whole layer
+    return (best & candidate).sum(-1, keepdim=True).float()
 
 
 def exact_sum(share: Tensor, total: Tensor) -> Tensor:

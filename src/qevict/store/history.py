@@ -197,6 +197,7 @@ class Group:
         self.rows, self.length, self.first = rows, length, first
         self.layers: list[HistoryLayer] = []
         self.due: int | None = None  # tokens seen at the next selection
+        self.count: int | None = None  # tokens that the last selection kept, the same in all layers
 
 
 class History:
@@ -222,6 +223,8 @@ class History:
             group = Group(rows, length, (shift + pad)[rows])
             group.layout = policy.layout(g, budget, length, length)
             group.due = self._next(group)
+            if policy.evict is not None:
+                group.count = self._fit(group, length)
             self.groups.append(group)
 
     @property
@@ -260,8 +263,7 @@ class History:
             if evict is None:
                 held.fill(part.k, part.v)
             else:
-                count = self._fit(group, group.length)
-                score = held.keep(part.k, part.v, evict.prompt_scores(part)["score"], count, module, False)
+                score = held.keep(part.k, part.v, evict.prompt_scores(part)["score"], group.count, module, False)
                 if group.due is not None:
                     held.remember(evict.carry(score, group.layout.interval))
             held.seen = group.length
@@ -274,7 +276,9 @@ class History:
         """
         if self.policy.evict is None and not (self.budget.once or self.budget.unlimited):
             for group in self.groups:
-                self.policy.check(self.geometry, self.budget, group.length, group.length + self.grown + new)
+                seen = group.length + self.grown + new
+                if self.policy.total(self.geometry, group.length, seen) > self.budget.resolve(self.geometry, group.length, seen):
+                    self.policy.check(self.geometry, self.budget, group.length, seen)  # says so in full
         self.seen += new
 
     def decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
@@ -300,9 +304,9 @@ class History:
             if group.due is None or self.seen < group.due:
                 continue
             group.layout = self.policy.layout(self.geometry, self.budget, group.length, group.length + self.grown)
+            group.count = self._fit(group, group.layers[0].n)
             for i, layer in enumerate(group.layers):
-                count = self._fit(group, layer.n)
-                score = layer.keep(*layer.read(0, layer.n), layer.score.read(), count, self.modules[i](), True)
+                score = layer.keep(*layer.read(0, layer.n), layer.score.read(), group.count, self.modules[i](), True)
                 layer.remember(self.policy.evict.carry(score, group.layout.interval))
             group.due = self._next(group)
 
