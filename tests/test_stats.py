@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evals.stats import interval, paired
+from evals.stats import interval, paired, stderr
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -17,6 +17,15 @@ def test_interval_covers_the_mean_as_often_as_it_says():
     rng = np.random.default_rng(0)
     hits = sum(low <= 0.3 <= high for low, high in (interval(list(rng.random(40) < 0.3)) for _ in range(200)))
     assert 0.9 <= hits / 200 <= 0.99
+
+
+def test_standard_error_is_that_of_the_mean_also_for_few_values():
+    values = [0.1, 0.4, 0.9]
+    assert stderr(values) == pytest.approx(np.std(values, ddof=1) / 3**0.5, rel=0.05)
+    by_task = {"a": values, "b": [0.0, 1.0, 1.0, 0.0]}
+    each = [np.var(v, ddof=1) / len(v) for v in by_task.values()]
+    assert stderr(by_task) == pytest.approx(sum(each) ** 0.5 / 2, rel=0.05)
+    assert stderr(values) == stderr(values) and stderr([1.0]) is None
 
 
 def test_interval_is_seeded_and_stratified():

@@ -3,53 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import sqrt
-from statistics import mean, median, stdev
+from statistics import mean, median
 
-
-def _stderr(values: Sequence[float]) -> float | None:
-    """Standard error of a mean; None below two values."""
-    return stdev(values) / sqrt(len(values)) if len(values) > 1 else None
-
+from evals.stats import interval, stderr
 
 EXTRA = ("strict", "flexible", "numeric", "rouge_overflow")  # scores that some benchmarks report beside the main one
 
 
 def summarize(rows: Sequence[dict], categories: Mapping[str, str] | None = None) -> dict:
-    """Scores (mean of the task means, with standard error) and measurements of a run's rows. ``categories``: of each task;
-    their means (of task means) are given too.
+    """Scores (mean of the task means, with bootstrapped standard error and 95 % interval) and measurements of a run's rows.
+    ``categories``: of each task; their means (of task means) are given too.
 
     Bytes are means over samples of each sample's peak; ratios are bytes over FullKV's bytes, the peak ratio is the highest
     that any sample reached at any step; times are medians, in ms.
     """
     good = [r for r in rows if r["status"] == "ok"]
+    by_task: dict[str, list[float]] = {}
     per_task = {}
     for task in sorted({r["task"] for r in rows}):
         scores = [r["score"] for r in good if r["task"] == task]
+        if scores:
+            by_task[task] = scores
         failed = sum(r["task"] == task and r["status"] != "ok" for r in rows)
         per_task[task] = {
             "score": mean(scores) if scores else None,
-            "stderr": _stderr(scores),
+            "stderr": stderr(scores),
             "n": len(scores),
             "n_failed": failed,
         }
-    means = [t for t in per_task.values() if t["score"] is not None]
-    errors = [t["stderr"] for t in means]
-    known = bool(errors) and None not in errors
 
     def of(name: str, reduce) -> float | None:
         values = [r[name] for r in good if r.get(name) is not None]
         return reduce(values) if values else None
 
     by_category: dict[str, list[float]] = {}
-    for task, values in per_task.items():
-        if values["score"] is not None and task in (categories or {}):
-            by_category.setdefault(categories[task], []).append(values["score"])
+    for task, scores in by_task.items():
+        if task in (categories or {}):
+            by_category.setdefault(categories[task], []).append(mean(scores))
     return {
         "n": len(good),
         "n_failed": len(rows) - len(good),
-        "score": mean(t["score"] for t in means) if means else None,
-        "stderr": sqrt(sum(e * e for e in errors)) / len(errors) if known else None,
+        "score": mean(map(mean, by_task.values())) if by_task else None,
+        "stderr": stderr(by_task),
+        "interval": interval(by_task),
         "per_task": per_task,
         **({"per_category": {k: mean(v) for k, v in by_category.items()}} if by_category else {}),
         **{name: of(name, mean) for name in EXTRA if any(name in r for r in good)},

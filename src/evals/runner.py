@@ -137,10 +137,11 @@ def run(config: DictConfig, announce=print, stopping=lambda: False) -> dict:
         before = read_json(done)
         if not todo and before is not None:
             announce(f"{job.name}: finished before, nothing to do")
-            return before | {"path": str(folder.path)}
-        extra = _work(job, folder, todo, announce, stopping)
+            extra = before  # what is computed from the samples is computed again: the formulas may be newer than the run
+        else:
+            extra = _work(job, folder, todo, announce, stopping)
         rows = [folder.finished[item.id] for item in job.items]
-        metrics = {
+        metrics = extra | {
             "method": job.method,
             "model": Path(config.model.path).name,
             "task": job.task.name,
@@ -148,7 +149,6 @@ def run(config: DictConfig, announce=print, stopping=lambda: False) -> dict:
             "budget_asked": str(job.budget),
             "decode": job.budget.decode,
             **job.task.summary(rows),
-            **extra,
             "card": job.task.card(),
         }
         write_json(done, metrics)
@@ -200,6 +200,7 @@ def _work(job: Plan, folder: RunDir, todo: list[Item], announce, stopping) -> di
                 raise KeyboardInterrupt
             row = next(rows)
             folder.append(row)
+            folder.status("running", len(job.items))
             logger.log(row)
             bar.advance(track)
     failed = [r for r in folder.finished.values() if r["status"] != "ok"]

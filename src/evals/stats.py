@@ -1,4 +1,7 @@
-"""Intervals: seeded bootstrap of a mean of task means, and of the difference between two runs on the same items."""
+"""Seeded bootstrap of a mean of task means, and of the difference between two runs on the same items.
+
+A group of n values is drawn n - 1 at a time: the variance of the drawn means is then that of the mean without bias, also for
+the few values of a short run (Rao and Wu, JASA 1988)."""
 
 from __future__ import annotations
 
@@ -11,17 +14,28 @@ ROUNDS, SEED, LEVEL = 2000, 0, 0.95
 
 def _means(groups: Sequence[np.ndarray], rng: np.random.Generator) -> np.ndarray:
     """``[ROUNDS]`` mean of the groups' means, each group drawn anew with replacement."""
-    return np.mean([g[rng.integers(0, len(g), (ROUNDS, len(g)))].mean(-1) for g in groups], 0)
+    return np.mean([g[rng.integers(0, len(g), (ROUNDS, len(g) - 1))].mean(-1) for g in groups], 0)
 
 
-def interval(groups: Mapping[str, Sequence[float]] | Sequence[float]) -> tuple[float, float] | None:
-    """95 % interval of the mean (of the task means, if values are given by task); None below two values in a task."""
+def _drawn(groups: Mapping[str, Sequence[float]] | Sequence[float]) -> np.ndarray | None:
+    """Drawn means of values that may be given by task; None below two values in a task."""
     parts = list(groups.values()) if isinstance(groups, Mapping) else [groups]
     parts = [np.asarray(p, dtype=float) for p in parts]
     if not parts or min(len(p) for p in parts) < 2:
         return None
-    low, high = np.quantile(_means(parts, np.random.default_rng(SEED)), ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
-    return float(low), float(high)
+    return _means(parts, np.random.default_rng(SEED))
+
+
+def interval(groups: Mapping[str, Sequence[float]] | Sequence[float]) -> tuple[float, float] | None:
+    """95 % interval of the mean (of the task means, if values are given by task); None below two values in a task."""
+    means = _drawn(groups)
+    return None if means is None else tuple(np.quantile(means, ((1 - LEVEL) / 2, (1 + LEVEL) / 2)).tolist())
+
+
+def stderr(groups: Mapping[str, Sequence[float]] | Sequence[float]) -> float | None:
+    """Standard error of the same mean; None below two values in a task."""
+    means = _drawn(groups)
+    return None if means is None else float(means.std())
 
 
 def paired(a: Mapping[str, Mapping[str, float]], b: Mapping[str, Mapping[str, float]]) -> dict:
