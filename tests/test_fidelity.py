@@ -6,6 +6,7 @@ from transformers import DynamicCache
 
 import evals.fidelity
 from baselines.fullkv import FullKV
+from baselines.kivi import KIVI
 from baselines.snapkv import SnapKV
 from conftest import build, call, tokens
 from evals.benchmark import Item, Session
@@ -66,6 +67,18 @@ def test_batches_and_repeats_change_nothing():
         assert row["kl"] == pytest.approx(single[name]["kl"], abs=1e-5)
         assert row["kv_bytes_peak"] <= single[name]["kv_bytes_peak"]
     assert part.keys() == {"x-1", "x-2"} and part["x-2"]["kl"] == pytest.approx(whole["x-2"]["kl"], abs=1e-5)
+
+
+@pytest.mark.parametrize("policy", [QEvict(), SnapKV(observe=8, interval=4), KIVI(bits=4, group=16, residual=32)])
+def test_a_prompt_that_is_read_once_gives_what_reading_it_again_gives(policy, monkeypatch):
+    task, work = Fidelity(context=80, forced=12, batch=2), session(policy, Budget(1.0 if policy.fixed else 0.4))
+    known = list(task.rows(work, items(task)))
+    evals.fidelity._references.clear()
+    monkeypatch.setattr(evals.fidelity, "REMEMBERED", 0)
+    assert task._prompt(work, torch.zeros(1, 80)) is None
+    for a, b in zip(known, task.rows(work, items(task)), strict=True):
+        assert a["kl_by_token"] == b["kl_by_token"] and a["attention_error_by_layer"] == b["attention_error_by_layer"]
+    assert len(evals.fidelity._references) == 1
 
 
 def test_summary_has_intervals_over_texts():

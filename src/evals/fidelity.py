@@ -17,7 +17,8 @@ from statistics import mean
 from typing import ClassVar
 
 import torch
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from evals.benchmark import Item, Session
 from evals.data import read_jsonl, require, sha256
@@ -27,17 +28,38 @@ from evals.ruler import essay_text
 from evals.stats import interval
 from qevict.accounting import full_bytes, measure
 from qevict.fields import check_fields
+from qevict.hf.cache import HandleLayer, TierCache
 
 VALUES = ("kl", "top1", "nll_difference", "attention_error")
-REFERENCES = 8  # batches whose uncompressed predictions are kept for the next method in this process
+REMEMBERED = 6 << 30  # bytes of references that are kept for the next method in this process
+States = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # q [B, H_q, T, d], k and v [B, H, T, d] of each layer, after RoPE
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a model said about forced tokens: ``log_probs [B, N, vocabulary]`` and ``attention [layers, B, N, hidden]``."""
+    """What a model said about forced tokens: ``log_probs [B, N, vocabulary]`` and ``attention [layers, B, N, hidden]``; and the
+    prompt's states, which are the same with every method, so that only the first one pays for the prefill."""
 
     log_probs: torch.Tensor
     attention: torch.Tensor
+    prompt: States | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (self.log_probs, self.attention, *(t for states in self.prompt or () for t in states)))
+
+
+class _PromptLayer(HandleLayer):
+    """Keeps the states of a prompt; attention is ordinary."""
+
+    def update(self, k: torch.Tensor, v: torch.Tensor, *args, **kwargs):
+        self.states = (k, v)
+        return self, self
+
+    def attend(self, module, q, mask, scaling, position_ids, **kwargs) -> torch.Tensor:
+        k, v = self.states
+        self.states = (q, k, v)
+        return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **kwargs)[0]
 
 
 _references: OrderedDict[tuple, Trace] = OrderedDict()
@@ -134,12 +156,12 @@ class Fidelity:
             {"id": item.id, "task": item.payload[0], "prompt_sha": item.sha, "prompt_tokens": self.context, "error": None}
             for item in items
         ]
-        reference = self._reference(session, ids)
         cache, size = session.new_cache(session.budget), len(items)
+        reference = self._reference(session, ids)
         held, ratio, used = [], [], []
         values: dict[str, list[torch.Tensor]] = {name: [] for name in VALUES}
         layers = []
-        for t, (log_probs, attention) in enumerate(self._forced(session.model, cache, ids)):
+        for t, (log_probs, attention) in enumerate(self._forced(session.model, cache, ids, reference.prompt)):
             full = reference.log_probs[:, t]
             true = ids[:, self.context + t + 1, None]
             values["kl"].append((full.exp() * (full - log_probs)).sum(-1))
@@ -172,23 +194,42 @@ class Fidelity:
     def _reference(self, session: Session, ids: torch.Tensor) -> Trace:
         key = (id(session.model), self.context, hashlib.sha256(ids.cpu().numpy().tobytes()).digest())
         if key not in _references:
-            said = list(self._forced(session.model, DynamicCache(config=session.model.config), ids))
-            _references[key] = Trace(torch.stack([s for s, _ in said], 1), torch.stack([a for _, a in said], 2))
-            while len(_references) > REFERENCES:
+            prompt = self._prompt(session, ids)
+            said = list(self._forced(session.model, DynamicCache(config=session.model.config), ids, prompt))
+            _references[key] = Trace(torch.stack([s for s, _ in said], 1), torch.stack([a for _, a in said], 2), prompt)
+            while len(_references) > 1 and sum(r.nbytes for r in _references.values()) > REMEMBERED:
                 _references.popitem(last=False)
         return _references[key]
 
     @torch.inference_mode()
-    def _forced(self, model, cache, ids: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """After each forced token: log probabilities ``[B, vocabulary]`` fp32 and attention outputs ``[layers, B, hidden]``."""
+    def _prompt(self, session: Session, ids: torch.Tensor) -> States | None:
+        """The prompt's states; None if they are too large to keep."""
+        model, g = session.model, session.new_cache(session.budget).geometry
+        heads = g.query_heads + 2 * g.kv_heads
+        if len(ids) * self.context * g.layers * heads * g.head_dim * model.dtype.itemsize > REMEMBERED // 2:
+            return None
+        cache = Cache(layers=[_PromptLayer() for _ in range(g.layers)])
+        model(input_ids=ids[:, : self.context], use_cache=True, logits_to_keep=1, **{cache_keyword(model): cache})
+        return [layer.states for layer in cache.layers]
+
+    @torch.inference_mode()
+    def _forced(self, model, cache, ids: torch.Tensor, prompt: States | None = None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """After each forced token: log probabilities ``[B, vocabulary]`` fp32 and attention outputs ``[layers, B, hidden]``.
+        ``prompt``: its states, if they are known."""
         outputs: list[torch.Tensor] = []
         hooks = [
             layer.self_attn.register_forward_hook(lambda module, args, out: outputs.append(out[0][:, -1].float()))
             for layer in model.get_decoder().layers
         ]
         keyword = cache_keyword(model)
+        pieces = [(0, self.context), *((t, t + 1) for t in range(self.context, self.context + self.forced))]
+        for i, (q, k, v) in enumerate(prompt or ()):
+            if isinstance(cache, TierCache):
+                cache.load(i, q, k, v, model.get_decoder().layers[i].self_attn)
+            else:
+                cache.update(k, v, i)
         try:
-            for start, end in [(0, self.context), *((t, t + 1) for t in range(self.context, self.context + self.forced))]:
+            for start, end in pieces[1:] if prompt else pieces:
                 outputs.clear()
                 positions = torch.arange(start, end, device=ids.device).expand(len(ids), -1)
                 out = model(
