@@ -11,7 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from qevict import TierCache
+from baselines.adakv import AdaKV
+from baselines.defensivekv import DefensiveKV, LayerDefensiveKV
+from baselines.fullkv import FullKV
+from baselines.snapkv import SnapKV
+from baselines.streaming_llm import StreamingLLM
+from qevict import Budget, QEvict, TierCache
 from qevict.artifact import model_digest, save_artifact
 from qevict.budget import Geometry
 from qevict.hf.attention import tiered_attention
@@ -177,6 +182,54 @@ def candidates(score, candidate=None, unit=None, even=1, peak=None, weight=None)
     return Candidates(unit, unit >= 0 if candidate is None else candidate, score, peak, weight, even, even)
 
 
+# -- a fused kernel against the reference ------------------------------------------------------------------------------
+
+METHODS = {
+    "full": (FullKV(), 1.0),
+    "qevict": (QEvict(), 0.4),
+    "heads": (QEvict(granularity="kv_head", window=4, key_bits=3, value_bits=4, meta="uint8"), 0.4),
+    "wide": (QEvict(key_bits=8, value_bits=2, value_group=8, meta="bfloat16", promotion="off"), 0.5),
+    "long windows": (QEvict(window=24, interval=5, key_bits=4, value_bits=3, meta="float32"), 0.6),
+    "snapkv": (SnapKV(observe=8), 0.3),
+    "ragged": (AdaKV(observe=8), 0.3),
+    "peaks": (DefensiveKV(observe=8), 0.3),
+    "layers": (LayerDefensiveKV(observe=8), 0.3),
+    "grow": (LayerDefensiveKV(observe=8), Budget(0.2, decode="grow")),
+    "streaming": (StreamingLLM(), 0.2),
+}
+CALLS = (*[1] * 30, 9, *[1] * 12)  # tokens of each call after the prompt
+
+
+def drive(model, policy, budget, dtype, backend, lengths=(200, 150, 177), calls=CALLS, given=torch.float32, switch=None):
+    """Outputs of every call; what the pools hold at the end, records and payload.
+
+    Args:
+        dtype: storage type; ``given`` is that of queries, keys and values.
+        switch: called with the store before the last call.
+    """
+    cache = TierCache(model, policy, budget, dtype, backend)
+    stream = Stream(model, cache, list(lengths), dtype=given)
+    out = [stream.feed(n) for n in (max(lengths), *calls[:-1])]
+    if switch is not None:
+        switch(cache.store)
+    out.append(stream.feed(calls[-1]))
+    records = [{n: t.clone() for n, t in pool.record.items()} for pool in cache.store.pools]
+    return out, records, [p.payload for p in cache.store.pools]
+
+
+def same(want, got, near: float) -> None:
+    """Two results of :func:`drive`: the same content, and outputs and scores that differ by less than ``near``."""
+    assert max(gap(torch.from_numpy(a), torch.from_numpy(b)) for a, b in zip(want[0], got[0], strict=True)) < near
+    for a, b in zip(want[1], got[1], strict=True):
+        for name in a:
+            if name in ("unit", "link"):
+                assert torch.equal(a[name], b[name]), f"other {name}s"
+            else:
+                assert torch.allclose(a[name].float(), b[name].float(), atol=near, rtol=0), name
+    for a, b in zip(want[2], got[2], strict=True):
+        assert all(torch.equal(a[n], b[n]) for n in a), "other content"
+
+
 # -- independent arithmetic --------------------------------------------------------------------------------------------
 
 
@@ -203,8 +256,8 @@ class Stream:
     So windows gain and lose attention all the time, and every transition between the tiers occurs.
     """
 
-    def __init__(self, model, cache: TierCache, lengths: list[int], seed: int = 0, strength: float = 2.5):
-        self.model, self.cache, self.lengths, self.strength = model, cache, lengths, strength
+    def __init__(self, model, cache: TierCache, lengths: list[int], seed: int = 0, strength: float = 2.5, dtype=torch.float32):
+        self.model, self.cache, self.lengths, self.strength, self.dtype = model, cache, lengths, strength, dtype
         g = cache.geometry
         self.layers, self.batch, self.heads, self.dim = g.layers, len(lengths), g.kv_heads, g.head_dim
         self.query_heads = g.query_heads
@@ -245,19 +298,19 @@ class Stream:
         column = np.arange(self.seen, self.seen + n)
         every = np.arange(self.seen + n)
         mask = (every <= column[:, None]) & (every >= self.pad[:, None, None])
-        mask = torch.from_numpy(mask[:, None]) if n > 1 or self.pad.any() else None
-        positions = torch.from_numpy(self.positions(column)).clamp_min(0)
+        device = self.model.device
+        mask = torch.from_numpy(mask[:, None]).to(device) if n > 1 or self.pad.any() else None
+        positions = torch.from_numpy(self.positions(column)).clamp_min(0).to(device)
         out = []
         for i in range(self.layers):
             if each is not None:
                 each(i, q[i], k[i], v[i])
             module = self.model.get_decoder().layers[i].self_attn
-            handle, _ = self.cache.update(torch.from_numpy(k[i]), torch.from_numpy(v[i]), i)
+            query, key, value = (torch.from_numpy(x[i]).to(device, self.dtype) for x in (q, k, v))
+            handle, _ = self.cache.update(key, value, i)
             with torch.no_grad():
-                y, _ = tiered_attention(
-                    module, torch.from_numpy(q[i]), handle, handle, mask, scaling=module.scaling, position_ids=positions
-                )
-            out.append(y.transpose(1, 2).numpy())
+                y, _ = tiered_attention(module, query, handle, handle, mask, scaling=module.scaling, position_ids=positions)
+            out.append(y.transpose(1, 2).float().cpu().numpy())
         self.seen += n
         self.q = q
         return np.stack(out)

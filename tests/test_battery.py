@@ -31,7 +31,7 @@ each = pytest.mark.parametrize("name", METHODS)  # nearest to the function: the 
 
 LENGTHS, STEPS = (60, 1, 33), 26
 SMALL = {"observe": 8, "interval": 8}  # larger values of these fields are cut to this
-NEAR, ROUNDED = 1e-4, 2e-3  # of fp32 logits that reach 5 or so; where noise may move the rounding of a scale in fp16
+NEAR, ROUNDED = 1e-4, 1e-2  # of fp32 logits that reach 5 or so; where noise may move the rounding of a scale in fp16
 
 
 # -- from a file to a cache that fits -----------------------------------------------------------------------------------

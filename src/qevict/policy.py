@@ -16,7 +16,7 @@ U units of ``window`` consecutive tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -121,6 +121,20 @@ class Policy:
         if not budget.unlimited:
             raise BudgetError(f"{type(self).__name__} keeps everything: run it with budget=1")
         return self.keep_everything(prompt)
+
+    def slots(self, g: Geometry, budget: Budget, prompt: int, seen: int) -> Layout:
+        """:meth:`layout`, without slots that nothing could fill before the next selection: a budget above what a short prompt
+        needs costs no bytes until they are needed."""
+        layout = self.layout(g, budget, prompt, seen)
+        if budget.unlimited:
+            return layout
+        end = seen - prompt - -(-prompt // self.window) * -self.window  # tokens on the grid of units
+        protected = min(layout.protected, -(-(end + layout.interval) // self.window))
+        candidates = max(0, end - layout.local) // self.window
+        full = min(layout.full, candidates)
+        codes = min(layout.codes, candidates) if full == layout.full else 0
+        held = self.costs(g, layout.sink, budget.once).total(g, protected + full, codes)
+        return replace(layout, protected=protected, full=full, codes=codes, persistent_bytes=held)
 
     def keep_everything(self, prompt: int) -> Layout:
         units = -(-(prompt + 1) // self.window)

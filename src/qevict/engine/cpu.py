@@ -43,9 +43,8 @@ def _struct(name: str, text: str, **nested: type) -> type:
 PoolArgs = _struct("PoolArgs", "i:slots p:ragged,unit,score,peak")
 Args = _struct(
     "Args",
-    "i:layer,batch,kv_heads,query_heads,groups,dim,window,sinks,origin,seen f:scaling i:collect p:q,sink_q,k,v,out,rows,write "
-    "p:sink_k,sink_v,full_k,full_v i:type P:full,coded p:k_code,v_code,k_scale,k_zero,v_scale,v_zero,super "
-    "i:meta,key_bits,value_bits,value_group,k_bytes,v_bytes p:fine,coarse",
+    "i:batch,kv_heads,query_heads,groups,window,sinks,origin,seen p:rows,write,sink_k,sink_v,full_k,full_v i:type P:full,coded "
+    "p:k_code,v_code,k_scale,k_zero,v_scale,v_zero,super i:meta,key_bits,value_bits,value_group,k_bytes,v_bytes p:fine,coarse",
     P=PoolArgs,
 )
 
@@ -54,13 +53,15 @@ class CompilerError(RuntimeError):
     """The kernel cannot be built. The message is one sentence."""
 
 
-def build(flags: tuple[str, ...] = FLAGS, compiler: str | None = None) -> Path:
-    """Compile the kernel into the user's cache, unless it is there. Two processes may race: each result appears whole.
+def build(dim: int, flags: tuple[str, ...] = FLAGS, compiler: str | None = None) -> Path:
+    """Compile the kernel for heads of ``dim`` channels into the user's cache, unless it is there. Two processes may race: each
+    result appears whole.
 
     Raises:
         CompilerError: no compiler, or it fails.
     """
     compiler = compiler or os.environ.get("CXX") or "c++"
+    flags = (*flags, f"-DDIM={dim}")
     machine = platform.machine() + _cpu_flags()
     key = hashlib.sha256("\x00".join((SOURCE.read_text(), compiler, *flags, machine)).encode()).hexdigest()[:16]
     target = cache_dir() / "kernels" / f"fused-{key}.so"
@@ -92,13 +93,13 @@ def _cpu_flags() -> str:
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
-    """The kernel, built if need be.
+def library(dim: int) -> ctypes.CDLL:
+    """The kernel for heads of ``dim`` channels, built if need be.
 
     Raises:
         CompilerError: it cannot be built or loaded.
     """
-    return load(build())
+    return load(build(dim))
 
 
 def load(path: Path) -> ctypes.CDLL:
@@ -106,15 +107,16 @@ def load(path: Path) -> ctypes.CDLL:
         lib = ctypes.CDLL(str(path))
     except OSError as error:
         raise CompilerError(f"{path} cannot be loaded ({error}): delete it, it is then built again") from None
-    lib.qevict_decode.argtypes = [ctypes.POINTER(Args)]
+    call, pointers = lib.qevict_decode, [ctypes.c_void_p] * 5
+    call.argtypes, call.restype = [ctypes.POINTER(Args), ctypes.c_int64, *pointers, ctypes.c_float, ctypes.c_bool], None
     return lib
 
 
 @functools.cache
-def available() -> bool:
+def available(dim: int) -> bool:
     """Whether the kernel can be used; says once why not."""
     try:
-        library()
+        library(dim)
     except (CompilerError, OSError) as error:
         warnings.warn(f"the fused CPU kernel is not used: {error}", stacklevel=2)
         return False
@@ -126,46 +128,42 @@ def supports(dim: int, device: torch.device) -> bool:
 
 
 class Decoder:
-    """Decodes one layer after the other of an arena. Rotary tables live for one step."""
+    """Decodes one layer after the other of an arena. What the kernel is told about the store lives for one step."""
 
     def __init__(self, arena: Arena):
         self.arena = arena
+        self.args: Args | None = None
         self.tables: tuple[Tensor, Tensor] | None = None
 
     def begin(self) -> None:
         """Before the first layer of a step."""
-        if self.arena.coded is not None:
-            inv_freq = self.arena.rope.inv_freq.double()
-            furthest = self.arena.seen + int(self.arena.rows[1].max())
-            rows = torch.arange(COARSE), torch.arange(-1, furthest // COARSE + 1) * COARSE
-            self.tables = tuple(_table(r, inv_freq) for r in rows)
+        arena, g, full = self.arena, self.arena.geometry, self.arena.full
+        pointers = (arena.rows, arena.write, *arena.sink, full.payload["k"], full.payload["v"])
+        self.args = a = Args(
+            arena.batch, g.kv_heads, g.query_heads, full.groups, arena.policy.window, arena.sink.shape[-2],
+            arena.origin, arena.seen, *(t.data_ptr() for t in pointers), TYPES[g.dtype], _pool(full),
+        )  # fmt: skip
+        if arena.coded is not None and arena.coded.slots:
+            codec, data = arena.codec, arena.coded.payload
+            a.coded = _pool(arena.coded)
+            for name, tensor in data.items():
+                setattr(a, name, tensor.data_ptr())
+            a.meta, a.key_bits, a.value_bits = TYPES[data["k_scale"].dtype], codec.key_bits, codec.value_bits
+            a.value_group, a.k_bytes, a.v_bytes = codec.group, data["k_code"].shape[-1], data["v_code"].shape[-1]
+            furthest = arena.seen + int(arena.rows[1].max())
+            coarse = _table(torch.arange(-1, furthest // COARSE + 1) * COARSE, arena.rope.inv_freq.double())
+            self.tables = _fine(max(COARSE, codec.window), arena.rope.inv_freq.numpy().tobytes()), coarse
+            a.fine, a.coarse = (t.data_ptr() for t in self.tables)
 
     def end(self) -> None:
-        self.tables = None
+        self.args = self.tables = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, collect: bool, sink_q: Tensor | None) -> Tensor:
         """As :meth:`qevict.store.arena.Arena.decode`: stores k, v, adds to the scores if ``collect``, returns the output."""
-        arena, g = self.arena, self.arena.geometry
-        held = [None if x is None else x.to(torch.float32).contiguous() for x in (q, k, v, sink_q)]
-        q32, k32, v32, sink_q = held
-        out = torch.empty_like(q32)
-        p = [0 if x is None else x.data_ptr() for x in (q32, sink_q, k32, v32, out, arena.rows, arena.write)]
-        full = arena.full.payload
-        a = Args(
-            layer, arena.batch, g.kv_heads, g.query_heads, arena.full.groups, g.head_dim, arena.policy.window, arena.sink.shape[-2],
-            arena.origin, arena.seen, scaling, collect, *p, arena.sink[0, layer].data_ptr(), arena.sink[1, layer].data_ptr(),
-            full["k"].data_ptr(), full["v"].data_ptr(), TYPES[g.dtype], _pool(arena.full),
-        )  # fmt: skip
-        if arena.coded is not None and arena.coded.slots:
-            codec, data = arena.codec, {n: t.data_ptr() for n, t in arena.coded.payload.items()}
-            a.coded = _pool(arena.coded)
-            a.k_code, a.v_code, a.k_scale, a.k_zero = data["k_code"], data["v_code"], data["k_scale"], data["k_zero"]
-            a.v_scale, a.v_zero, a.super = data["v_scale"], data["v_zero"], data.get("super")
-            a.meta, a.key_bits, a.value_bits = TYPES[arena.coded.payload["k_scale"].dtype], codec.key_bits, codec.value_bits
-            a.value_group = codec.group
-            a.k_bytes, a.v_bytes = (arena.coded.payload[n].shape[-1] for n in ("k_code", "v_code"))
-            a.fine, a.coarse = (t.data_ptr() for t in self.tables)
-        library().qevict_decode(ctypes.byref(a))
+        held = [x.to(torch.float32).contiguous() for x in (q, q if sink_q is None else sink_q, k, v)]
+        out = torch.empty_like(held[0])
+        pointers = (x.data_ptr() for x in (*held, out))
+        library(self.arena.geometry.head_dim).qevict_decode(self.args, layer, *pointers, scaling, collect)
         return out.to(q.dtype)
 
 
@@ -173,6 +171,12 @@ def _pool(pool: Pool) -> PoolArgs:
     record = pool.record
     pointers = (None if t is None else t.data_ptr() for t in (pool.ragged, record["unit"], record.get("score"), record.get("peak")))
     return PoolArgs(pool.slots, *pointers)
+
+
+@functools.lru_cache(maxsize=8)
+def _fine(rows: int, inv_freq: bytes) -> Tensor:
+    """Rotary table of single positions: a constant of the model, whatever the cache holds."""
+    return _table(torch.arange(rows), torch.frombuffer(bytearray(inv_freq), dtype=torch.float32).double())
 
 
 def _table(position: Tensor, inv_freq: Tensor) -> Tensor:

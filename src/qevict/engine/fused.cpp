@@ -1,56 +1,130 @@
 // Decode attention of one layer over tiered storage, for one new token per sequence: store the token, logits over sinks, the
 // full-precision pool and the coded pool, one softmax, values, attention collected per unit. No dense copy of coded tokens is made:
-// a window is decoded into a tile that stays in the first-level cache. The layout is that of store/pool.py and store/codec.py; the
-// meaning is that of engine/reference.py, which the tests hold it to.
+// codes are decoded in registers. The layout is that of store/pool.py and store/codec.py; the meaning is that of
+// engine/reference.py, which the tests hold it to. One library per head dimension: the compiler is given -DDIM.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 #if defined(__AVX512F__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
+#define INLINE __attribute__((always_inline))
+#define EACH(i, n) _Pragma("GCC unroll 16") for (int i = 0; i < (n); ++i)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+
 namespace {
 
-constexpr int64_t TILE = 16;    // tokens of a full-precision tile
-constexpr int64_t AHEAD = 6;    // windows, or tiles, whose memory is asked for before it is needed
-constexpr int64_t COARSE = 256; // positions per row of the coarse rotary table
+constexpr int64_t D = DIM, H = D / 2;
+constexpr int BLOCKS = D / 16;
+constexpr int MOST = BLOCKS <= 6 ? 4 : BLOCKS <= 8 ? 3 : 1; // queries whose sums fit into the registers
+constexpr int64_t AHEAD = 6;                                // windows whose memory is asked for before it is needed
+constexpr int64_t COARSE = 256;                             // positions per row of the coarse rotary table
+constexpr int64_t NEAR = 2048;                              // the same in bytes, where tokens follow each other
+constexpr int64_t PIECE = 512;                              // coded tokens whose values are weighed at a time
 constexpr float HIDDEN = -1e30f; // logit of a token that is not seen; finite, because the flags let the compiler ignore infinities
 
 typedef float v16 __attribute__((vector_size(64)));
 typedef float v16u __attribute__((vector_size(64), aligned(4), may_alias));
+typedef float v8 __attribute__((vector_size(32)));
+typedef float v8u __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int32_t i16 __attribute__((vector_size(64)));
+typedef uint16_t h16u __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint8_t b16 __attribute__((vector_size(16)));
+typedef uint8_t b16u __attribute__((vector_size(16), aligned(1), may_alias));
+
+typedef uint64_t w2 __attribute__((vector_size(16)));
+
+constexpr i16 LANES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+inline i16 widen(b16 x) {
+#ifdef __AVX512F__ // not every compiler finds it
+  return (i16)_mm512_cvtepu8_epi32((__m128i)x);
+#else
+  return __builtin_convertvector(x, i16);
+#endif
+}
 
 inline v16 load(const float *p) { return *reinterpret_cast<const v16u *>(p); }
 inline void save(float *p, v16 x) { *reinterpret_cast<v16u *>(p) = x; }
 
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+// -- sums over lanes ------------------------------------------------------------------------------------------------------
 
-// lane sums of eight vectors, in order, in the first eight lanes
-inline v16 totals(const v16 *x) {
-  v16 pair[4], four[2];
-  for (int i = 0; i < 4; ++i)
-    pair[i] = SHUFFLE(x[2 * i], x[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-              SHUFFLE(x[2 * i], x[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-  for (int i = 0; i < 2; ++i)
-    four[i] = SHUFFLE(pair[2 * i], pair[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-              SHUFFLE(pair[2 * i], pair[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-  v16 eight = SHUFFLE(four[0], four[1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-              SHUFFLE(four[0], four[1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-  return eight + SHUFFLE(eight, eight, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+// four vectors as one: in each quarter, a partial sum of every one of them
+inline v16 quarter(v16 a, v16 b, v16 c, v16 d) {
+  auto pair = [](v16 a, v16 b) INLINE {
+    return SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+           SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  };
+  v16 x = pair(a, b), y = pair(c, d);
+  return SHUFFLE(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+         SHUFFLE(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
 }
 
-inline float from_half(uint16_t h) {
-  uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023, bits;
-  if (exponent == 0) {
-    float f = std::ldexp((float)mantissa, -24);
-    return sign ? -f : f;
+// the eight sums, in order, in the first eight lanes
+inline v16 finish(v16 a, v16 b) {
+  v16 x = SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+          SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  return SHUFFLE(x, x, 0, 1, 2, 3, 8, 9, 10, 11, 0, 1, 2, 3, 8, 9, 10, 11) +
+         SHUFFLE(x, x, 4, 5, 6, 7, 12, 13, 14, 15, 4, 5, 6, 7, 12, 13, 14, 15);
+}
+
+inline float sum_of(const float *x, int64_t n) {
+  if (n == 8) {
+    v8 a = *reinterpret_cast<const v8u *>(x);
+    a += SHUFFLE(a, a, 4, 5, 6, 7, 0, 1, 2, 3);
+    a += SHUFFLE(a, a, 2, 3, 0, 1, 6, 7, 4, 5);
+    return a[0] + a[1];
   }
-  bits = sign | (exponent == 31 ? 0x7f800000 | mantissa << 13 : (exponent + 112) << 23 | mantissa << 13);
+  float sum = 0;
+  for (int64_t i = 0; i < n; ++i) sum += x[i];
+  return sum;
+}
+
+// -- storage types --------------------------------------------------------------------------------------------------------
+
+enum { F32 = 0, F16 = 1, BF16 = 2, U8 = 3 };
+constexpr int64_t SIZE[] = {4, 2, 2, 1};
+
+// numbers `at` ... `at + 15`
+template <int TYPE> inline v16 load16(const void *base, int64_t at) {
+  if constexpr (TYPE == F32) return load((const float *)base + at);
+  if constexpr (TYPE == U8)
+    return __builtin_convertvector(widen((b16) * (const b16u *)((const uint8_t *)base + at)), v16);
+  const uint16_t *p = (const uint16_t *)base + at;
+#ifdef __AVX512F__
+  if constexpr (TYPE == F16) return (v16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#endif
+  i16 bits = __builtin_convertvector(*(const h16u *)p, i16);
+  if constexpr (TYPE == BF16) return (v16)(bits << 16);
+  // exponents are moved by a product, which is right for small numbers that have none too
+  return (v16)((i16)((v16)((bits & 0x7fff) << 13) * 0x1p112f) | (bits & 0x8000) << 16);
+}
+
+template <int TYPE> inline float load1(const void *base, int64_t at) {
+  if constexpr (TYPE == F32) return ((const float *)base)[at];
+  if constexpr (TYPE == U8) return ((const uint8_t *)base)[at];
+  uint32_t bits = ((const uint16_t *)base)[at], sign = (bits & 0x8000) << 16;
+  bits = TYPE == BF16 ? bits << 16 : (bits & 0x7fff) << 13;
   float f;
   std::memcpy(&f, &bits, 4);
-  return f;
+  if constexpr (TYPE == BF16) return f;
+  f *= 0x1p112f;
+  return sign ? -f : f;
+}
+
+// `f` is called with the type as a constant
+template <class F> INLINE inline void with_type(int64_t type, F &&f) {
+  switch (type) {
+  case F32: return f(std::integral_constant<int, F32>{});
+  case F16: return f(std::integral_constant<int, F16>{});
+  case BF16: return f(std::integral_constant<int, BF16>{});
+  default: return f(std::integral_constant<int, U8>{});
+  }
 }
 
 inline uint16_t to_half(float f) {
@@ -69,13 +143,6 @@ inline uint16_t to_half(float f) {
 #endif
 }
 
-inline float from_bf16(uint16_t h) {
-  uint32_t bits = (uint32_t)h << 16;
-  float f;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
-
 inline uint16_t to_bf16(float f) {
   uint32_t bits;
   std::memcpy(&bits, &f, 4);
@@ -83,56 +150,159 @@ inline uint16_t to_bf16(float f) {
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-enum { F32 = 0, F16 = 1, BF16 = 2, U8 = 3 };
-constexpr int64_t SIZE[] = {4, 2, 2, 1};
-
-// n numbers of a storage type, from element `at`, as floats
-inline void widen(const void *base, int64_t type, int64_t at, float *out, int64_t n) {
+inline void narrow(const float *x, void *base, int64_t type, int64_t at) {
   if (type == F32) {
-    std::memcpy(out, (const float *)base + at, n * 4);
-  } else if (type == F16) {
-    const uint16_t *p = (const uint16_t *)base + at;
-    int64_t i = 0;
-#ifdef __AVX512F__
-    for (; i + 16 <= n; i += 16) _mm512_storeu_ps(out + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p + i))));
-#elif defined(__F16C__)
-    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + i))));
-#endif
-    for (; i < n; ++i) out[i] = from_half(p[i]);
-  } else if (type == BF16) {
-    const uint16_t *p = (const uint16_t *)base + at;
-    for (int64_t i = 0; i < n; ++i) out[i] = from_bf16(p[i]);
-  } else {
-    const uint8_t *p = (const uint8_t *)base + at;
-    for (int64_t i = 0; i < n; ++i) out[i] = p[i];
-  }
-}
-
-inline void narrow(const float *x, int64_t n, void *base, int64_t type, int64_t at) {
-  if (type == F32) {
-    std::memcpy((float *)base + at, x, n * 4);
+    std::memcpy((float *)base + at, x, D * 4);
   } else {
     uint16_t *p = (uint16_t *)base + at;
-    for (int64_t i = 0; i < n; ++i) p[i] = type == F16 ? to_half(x[i]) : to_bf16(x[i]);
+    for (int64_t i = 0; i < D; ++i) p[i] = type == F16 ? to_half(x[i]) : to_bf16(x[i]);
   }
 }
 
-// exp(x) for x <= 0, relative error below 2e-7; plain arithmetic, so that the compiler can vectorise loops over it
-inline float exponential(float x) {
-  x = std::max(x, -87.0f);
-  float n = std::nearbyint(x * 1.44269504f);
-  float r = x - n * 0.693359375f + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
+// -- codes ----------------------------------------------------------------------------------------------------------------
+
+constexpr int planes(int bits) { return bits == 3 ? 2 : 1; }                               // see store/codec.py
+constexpr int plane_bits(int bits, int i) { return bits == 3 ? 2 - i : bits; }             // 3 bits: 2 and 1
+constexpr bool whole(int64_t width) { return width % 16 == 0 || (width >= 4 && 16 % width == 0); } // vectors do not straddle runs
+
+// what codes of a vector are multiplied by: they are masked where they are in their byte, which saves a shift and is exact
+template <int BITS> constexpr float factor(int i) {
+  return BITS != 3 && D * BITS / 8 % 16 == 0 ? 1 << (i * 16 / (D * BITS / 8) * BITS) : 1;
+}
+
+// codes of one row, times their factor
+template <int BITS> INLINE inline void codes(const uint8_t *row, v16 *x) {
+  constexpr bool fits = whole(D * plane_bits(BITS, 0) / 8) && whole(D * plane_bits(BITS, planes(BITS) - 1) / 8);
+  i16 bits[BLOCKS];
+  if constexpr (fits) {
+    EACH(plane, planes(BITS)) {
+      const int p = plane_bits(BITS, plane), mask = (1 << p) - 1;
+      const int64_t width = D * p / 8;
+      EACH(i, BLOCKS) {
+        i16 part;
+        if (width >= 16) {
+          const int run = i * 16 / width;
+          part = widen((b16) * (const b16u *)(row + i * 16 % width));
+          part = planes(BITS) == 1 ? part & (mask << run * p) : (part >> run * p & mask) << 2 * plane;
+        } else { // a vector holds several runs
+          uint64_t word = 0;
+          std::memcpy(&word, row, width);
+          if (width == 4) word |= word << 32;
+          part = (widen((b16)(w2{word, word})) >> (LANES + i * 16) / (int)width * p & mask) << 2 * plane;
+        }
+        bits[i] = plane ? bits[i] | part : part;
+      }
+      row += width;
+    }
+  } else {
+    alignas(64) int32_t wide[D] = {};
+    for (int plane = 0; plane < planes(BITS); ++plane) {
+      const int p = plane_bits(BITS, plane);
+      const int64_t width = D * p / 8;
+      for (int64_t c = 0; c < D; ++c) wide[c] |= (row[c % width] >> c / width * p & ((1 << p) - 1)) << 2 * plane;
+      row += width;
+    }
+    EACH(i, BLOCKS) std::memcpy(&bits[i], wide + i * 16, 64);
+  }
+  EACH(i, BLOCKS) x[i] = __builtin_convertvector(bits[i], v16);
+}
+
+template <class F> INLINE inline void with_bits(int64_t bits, F &&f) {
+  switch (bits) {
+  case 2: return f(std::integral_constant<int, 2>{});
+  case 3: return f(std::integral_constant<int, 3>{});
+  case 4: return f(std::integral_constant<int, 4>{});
+  default: return f(std::integral_constant<int, 8>{});
+  }
+}
+
+// -- products -------------------------------------------------------------------------------------------------------------
+
+// `f` is called with a number of queries as a constant, and the first of them, until there were `group`
+template <class F> INLINE inline void chunks(int64_t group, F &&f) {
+  for (int64_t lo = 0; lo < group; lo += MOST) {
+    int64_t n = std::min<int64_t>(MOST, group - lo);
+    if (n == 1) f(std::integral_constant<int, 1>{}, lo);
+    if constexpr (MOST > 1) {
+      if (n == 2) f(std::integral_constant<int, 2>{}, lo);
+      if (n == 3) f(std::integral_constant<int, 3>{}, lo);
+    }
+    if constexpr (MOST > 3)
+      if (n == 4) f(std::integral_constant<int, 4>{}, lo);
+  }
+}
+
+// logits of `n` tokens for G queries: out[g * span + t]; `row(t, x)` gives a token's key
+template <int G, class Row> INLINE inline void dots(const float *q, int64_t n, float *out, int64_t span, Row row) {
+  for (int64_t t = 0; t < n; t += 8) {
+    v16 half[2][G];
+    EACH(h, 2) {
+      v16 sum[G][4];
+      EACH(j, 4) {
+        v16 x[BLOCKS];
+        row(std::min(t + h * 4 + j, n - 1), x);
+        EACH(g, G) {
+          sum[g][j] = load(q + g * D) * x[0];
+          EACH(i, BLOCKS - 1) sum[g][j] += load(q + g * D + i * 16 + 16) * x[i + 1];
+        }
+      }
+      EACH(g, G) half[h][g] = quarter(sum[g][0], sum[g][1], sum[g][2], sum[g][3]);
+    }
+    EACH(g, G) {
+      v16 all = finish(half[0][g], half[1][g]);
+      float *to = out + g * span + t;
+      if (n - t >= 8)
+        *reinterpret_cast<v8u *>(to) = SHUFFLE(all, all, 0, 1, 2, 3, 4, 5, 6, 7);
+      else
+        for (int64_t j = 0; j < n - t; ++j) to[j] = all[j];
+    }
+  }
+}
+
+// adds the values of `n` tokens, weighed by p[g * span + t], to G outputs
+template <int G, class Row> INLINE inline void weigh(const float *p, int64_t span, int64_t n, float *out, Row row) {
+  v16 sum[G][BLOCKS];
+  EACH(g, G) EACH(i, BLOCKS) sum[g][i] = load(out + g * D + i * 16);
+  for (int64_t t = 0; t < n; ++t) {
+    v16 x[BLOCKS];
+    row(t, x);
+    EACH(g, G) EACH(i, BLOCKS) sum[g][i] += p[g * span + t] * x[i];
+  }
+  EACH(g, G) EACH(i, BLOCKS) save(out + g * D + i * 16, sum[g][i]);
+}
+
+// exp(x) for x <= 0, relative error below 2e-7
+inline v16 exponential(v16 x) {
+  i16 n = __builtin_convertvector(x * 1.44269504f - 0.5f, i16);
+  v16 whole = __builtin_convertvector(n, v16), r = x - whole * 0.693147182f;
+  v16 p = r * 1.9875691500e-4f + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  int32_t bits = ((int32_t)n + 127) << 23;
-  float scale;
-  std::memcpy(&scale, &bits, 4);
-  return p * scale;
+  return x > -87.0f ? p * (v16)((n + 127) << 23) : v16{};
+}
+
+// logits in place as exp(logit - highest); `span` is a multiple of 16. Returns their sum
+float softmax(float *row, int64_t span) {
+  v16 top = load(row), total = {};
+  for (int64_t i = 16; i < span; i += 16) top = load(row + i) > top ? load(row + i) : top;
+  float highest = top[0];
+  for (int i = 1; i < 16; ++i) highest = std::max(highest, top[i]);
+  for (int64_t i = 0; i < span; i += 16) {
+    v16 e = exponential(load(row + i) - highest);
+    save(row + i, e);
+    total += e;
+  }
+  float sum = 0;
+  for (int i = 0; i < 16; ++i) sum += total[i];
+  return sum;
+}
+
+// slots are read in several streams, too many and too short for the processor to guess
+inline void fetch(const void *base, int64_t at, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)base + at + i);
 }
 
 } // namespace
@@ -147,139 +317,84 @@ struct Pool {
   float *score, *peak;   // collected attention, or null
 };
 
+// What is the same for all layers of a step.
 struct Args {
-  int64_t layer, batch, kv_heads, query_heads, groups, dim, window, sinks, origin, seen;
-  float scaling;
-  int64_t collect;
-  const float *q, *sink_q, *k, *v; // [batch, heads, dim]; sink_q: what sinks see instead of q, or null
-  float *out;                      // [batch, query_heads, dim]
-  const int64_t *rows;             // [4, batch]: first column behind the sinks, position - column, padding, evicted
-  const int64_t *write;            // [layers, batch, kv_heads] slot that the token goes to
-  const void *sink_k, *sink_v;     // [batch, kv_heads, sinks, dim] of this layer
-  void *full_k, *full_v;           // [slots of all layers, window, dim]
-  int64_t type;                    // of full-precision tokens
+  int64_t batch, kv_heads, query_heads, groups, window, sinks, origin, seen;
+  const int64_t *rows;         // [4, batch]: first column behind the sinks, position - column, padding, evicted
+  const int64_t *write;        // [layers, batch, kv_heads] slot that the token goes to
+  const void *sink_k, *sink_v; // [layers, batch, kv_heads, sinks, dim]
+  void *full_k, *full_v;       // [slots of all layers, window, dim]
+  int64_t type;                // of full-precision tokens
   Pool full, coded;
-  const uint8_t *k_code, *v_code;
+  const uint8_t *k_code, *v_code; // null: there are no codes
   const void *k_scale, *k_zero, *v_scale, *v_zero, *super;
   int64_t meta, key_bits, value_bits, value_group, k_bytes, v_bytes; // bytes: of a packed row
-  const float *fine, *coarse; // rotary tables: [COARSE, dim] of single positions, [.., dim] of multiples of COARSE from -COARSE on
+  const float *fine, *coarse; // rotary tables: [.., dim] of single positions, [.., dim] of multiples of COARSE from -COARSE on
 };
 }
 
 namespace {
 
-typedef uint8_t b16 __attribute__((vector_size(16)));
-typedef uint8_t b16u __attribute__((vector_size(16), aligned(1), may_alias));
-typedef int32_t i16 __attribute__((vector_size(64)));
-
-// one plane of `BITS` bits of a row's codes, times `factor`, as floats; added to `out` if `ADD`
-template <int64_t D, int BITS, bool ADD> inline void plane(const uint8_t *row, int factor, float *out) {
-  constexpr int64_t width = D * BITS / 8;
-  constexpr int mask = (1 << BITS) - 1;
-  if constexpr (width % 16 == 0) {
-    for (int64_t j = 0; j < width; j += 16) {
-      i16 byte = __builtin_convertvector((b16) * (const b16u *)(row + j), i16);
-#pragma GCC unroll 8
-      for (int r = 0; r < 8 / BITS; ++r) {
-        v16 code = __builtin_convertvector(((byte >> (r * BITS)) & mask) * factor, v16);
-        float *to = out + r * width + j;
-        save(to, ADD ? load(to) + code : code);
-      }
-    }
-  } else {
-    for (int r = 0; r < 8 / BITS; ++r)
-      for (int64_t j = 0; j < width; ++j) {
-        float code = ((row[j] >> (r * BITS)) & mask) * factor;
-        out[r * width + j] = ADD ? out[r * width + j] + code : code;
-      }
-  }
-}
-
-// codes of one row, in bit planes (store/codec.py), as floats
-template <int64_t D> inline void unpack(const uint8_t *row, int64_t bits, float *out) {
-  switch (bits) {
-  case 2: plane<D, 2, false>(row, 1, out); break;
-  case 3: plane<D, 2, false>(row, 1, out), plane<D, 1, true>(row + D / 4, 4, out); break;
-  case 4: plane<D, 4, false>(row, 1, out); break;
-  default: plane<D, 8, false>(row, 1, out);
-  }
-}
-
-int64_t first_slot(const Pool &p, const Args &a, int64_t b, int64_t h, bool grouped) {
-  int64_t heads = grouped ? a.groups : a.kv_heads, at = (a.layer * a.batch + b) * heads + h;
+int64_t first_slot(const Pool &p, int64_t at) {
   if (!p.ragged) return at * p.slots;
   int64_t sum = 0;
   for (int64_t i = 0; i < at; ++i) sum += p.ragged[i];
   return sum;
 }
 
-// slots are read in several streams, too many and too short for the processor to guess
-inline void fetch(const void *base, int64_t at, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)base + at + i);
-}
-
-template <int BLOCKS> struct Head {
-  static constexpr int64_t D = BLOCKS * 16;
+// One KV head of one sequence.
+struct Head {
   const Args &a;
-  int64_t b, h, group, span; // span: tokens of a row of logits
-  std::vector<float> &logits, &tile, &turned, &scales;
+  int64_t layer, b, h, group, w, span; // span: of a row of logits
+  std::vector<float> &logits;
 
   bool visible(int64_t column) const { return column >= a.rows[b] && column < a.seen; }
 
-  void dots(const float *q, const float *rows, int64_t n, float *out) const {
-    for (int64_t g = 0; g < group; ++g) {
-      v16 query[BLOCKS];
-      for (int i = 0; i < BLOCKS; ++i) query[i] = load(q + g * D + i * 16);
-      for (int64_t t = 0; t < n; t += 8) {
-        int64_t m = std::min<int64_t>(8, n - t);
-        v16 sum[8];
-#pragma GCC unroll 8
-        for (int64_t j = 0; j < 8; ++j) {
-          const float *row = rows + (t + j) * D; // a tile has room for a multiple of 8 rows
-          sum[j] = query[0] * load(row);
-#pragma GCC unroll 16
-          for (int i = 1; i < BLOCKS; ++i) sum[j] += query[i] * load(row + i * 16);
-        }
-        v16 all = totals(sum) * a.scaling;
-        std::memcpy(out + g * span + t, &all, m * sizeof(float));
+  // -- tokens in full
+
+  template <int TYPE> static INLINE void dense(const void *base, int64_t token, v16 *x) {
+    fetch(base, token * D * SIZE[TYPE] + NEAR, D * SIZE[TYPE]);
+    EACH(i, BLOCKS) x[i] = load16<TYPE>(base, token * D + i * 16);
+  }
+
+  template <int TYPE> void dense_logits(const float *q, const void *base, int64_t at, int64_t n, float *out) const {
+    chunks(group, [&](auto size, int64_t lo) {
+      dots<size()>(q + lo * D, n, out + lo * span, span, [&](int64_t t, v16 *x) INLINE { dense<TYPE>(base, at + t, x); });
+    });
+  }
+
+  template <int TYPE> void dense_values(const float *p, const void *base, int64_t at, int64_t n, float *out) const {
+    chunks(group, [&](auto size, int64_t lo) {
+      weigh<size()>(p + lo * span, span, n, out + lo * D, [&](int64_t t, v16 *x) INLINE { dense<TYPE>(base, at + t, x); });
+    });
+  }
+
+  // -- coded tokens
+
+  // `n` scales and zeros from number `at` on; uint8 ones belong to one slot, and what they count is in super[3 * kind ...]
+  // (0: keys, 1: values)
+  void meta(const void *scale, const void *zero, int64_t at, int64_t n, int64_t slot, int kind, float *s, float *z) const {
+    with_type(a.meta, [&](auto type) {
+      float step = 1, origin = 0, zero_step = 1;
+      if constexpr (type() == U8) {
+        int64_t i = slot * 6 + kind * 3;
+        step = load1<F16>(a.super, i), origin = load1<F16>(a.super, i + 1), zero_step = load1<F16>(a.super, i + 2);
       }
-    }
-  }
-
-  void weigh(const float *p, const float *rows, int64_t n, float *out) const {
-    for (int64_t g = 0; g < group; ++g) {
-      v16 sum[BLOCKS];
-      for (int i = 0; i < BLOCKS; ++i) sum[i] = load(out + g * D + i * 16);
-      for (int64_t t = 0; t < n; ++t) {
-        float w = p[g * span + t];
-        for (int i = 0; i < BLOCKS; ++i) sum[i] += w * load(rows + t * D + i * 16);
+      int64_t i = 0;
+      for (; i + 16 <= n; i += 16) {
+        save(s + i, load16<type()>(scale, at + i) * step);
+        save(z + i, load16<type()>(zero, at + i) * zero_step + origin);
       }
-      for (int i = 0; i < BLOCKS; ++i) save(out + g * D + i * 16, sum[i]);
-    }
-  }
-
-  // tokens in a row at full precision: `each(rows, first, n)` for every tile
-  template <class F> void tiles(const void *base, int64_t at, int64_t count, F each) {
-    for (int64_t lo = 0; lo < count; lo += TILE) {
-      int64_t n = std::min(TILE, count - lo);
-      fetch(base, (at + lo + AHEAD * TILE) * D * SIZE[a.type], TILE * D * SIZE[a.type]);
-      widen(base, a.type, (at + lo) * D, tile.data(), n * D);
-      each(tile.data(), lo, n);
-    }
-  }
-
-  void meta(const void *base, int64_t at, int64_t n, int64_t slot, int64_t kind, bool zero, float *out) const {
-    widen(base, a.meta, at, out, n);
-    if (a.meta != U8) return;
-    float s[3];
-    widen(a.super, F16, slot * 6 + kind * 3, s, 3);
-    for (int64_t i = 0; i < n; ++i) out[i] = zero ? out[i] * s[2] + s[1] : out[i] * s[0];
+      for (; i < n; ++i) {
+        s[i] = load1<type()>(scale, at + i) * step;
+        z[i] = load1<type()>(zero, at + i) * zero_step + origin;
+      }
+    });
   }
 
   // the queries turned back to a window's first position, so that its keys need only be turned by their place in it
-  void turn_back(int64_t position, const float *q) {
+  void turn_back(int64_t position, const float *q, float *out) const {
     const float *lo = a.fine + (position & (COARSE - 1)) * D, *hi = a.coarse + ((position >> 8) + 1) * D;
-    constexpr int64_t H = D / 2;
     float c[H], s[H];
     for (int64_t i = 0; i < H; ++i) {
       c[i] = hi[i] * lo[i] - hi[H + i] * lo[H + i];
@@ -287,184 +402,194 @@ template <int BLOCKS> struct Head {
     }
     for (int64_t g = 0; g < group; ++g) {
       const float *x = q + g * D, *y = x + H;
-      float *out = turned.data() + g * D;
+      float *to = out + g * D;
       for (int64_t i = 0; i < H; ++i) {
-        out[i] = x[i] * c[i] + y[i] * s[i];
-        out[H + i] = y[i] * c[i] - x[i] * s[i];
+        to[i] = x[i] * c[i] + y[i] * s[i];
+        to[H + i] = y[i] * c[i] - x[i] * s[i];
       }
     }
   }
 
-  void keys(int64_t slot) {
-    float scale[D], zero[D];
-    meta(a.k_scale, slot * D, D, slot, 0, false, scale);
-    meta(a.k_zero, slot * D, D, slot, 0, true, zero);
-    constexpr int64_t H = D / 2;
-    for (int64_t t = 0; t < a.window; ++t) {
-      float row[D], *out = tile.data() + t * D;
-      unpack<D>(a.k_code + (slot * a.window + t) * a.k_bytes, a.key_bits, row);
-      const float *c = a.fine + t * D, *s = c + H;
-      for (int64_t i = 0; i < H; ++i) {
-        float x = row[i] * scale[i] + zero[i], y = row[H + i] * scale[H + i] + zero[H + i];
-        out[i] = x * c[i] - y * s[i];
-        out[H + i] = y * c[i] + x * s[i];
+  // a decoded key turned by a row of the rotary table
+  static INLINE void turn(v16 *x, const float *table) {
+    if constexpr (D % 32 == 0) {
+      EACH(i, BLOCKS / 2) {
+        v16 c = load(table + i * 16), s = load(table + H + i * 16), a = x[i], b = x[i + BLOCKS / 2];
+        x[i] = a * c - b * s;
+        x[i + BLOCKS / 2] = b * c + a * s;
       }
+    } else { // halves do not fill vectors
+      float row[D];
+      EACH(i, BLOCKS) save(row + i * 16, x[i]);
+      for (int64_t i = 0; i < H; ++i) {
+        float a = row[i], b = row[H + i];
+        row[i] = a * table[i] - b * table[H + i];
+        row[H + i] = b * table[i] + a * table[H + i];
+      }
+      EACH(i, BLOCKS) x[i] = load(row + i * 16);
     }
   }
 
-  void values(int64_t slot) {
-    int64_t per = D / a.value_group, n = a.window * per;
-    scales.resize(2 * n);
-    float *scale = scales.data(), *zero = scale + n;
-    meta(a.v_scale, slot * n, n, slot, 1, false, scale);
-    meta(a.v_zero, slot * n, n, slot, 1, true, zero);
-    for (int64_t t = 0; t < a.window; ++t) {
-      float *out = tile.data() + t * D;
-      unpack<D>(a.v_code + (slot * a.window + t) * a.v_bytes, a.value_bits, out);
-      if (per == 1) {
-        for (int64_t i = 0; i < D; ++i) out[i] = out[i] * scale[t] + zero[t];
+  template <int BITS>
+  void code_logits(const float *q, const int32_t *unit, int64_t at, int64_t slots, float *turned, float *out) const {
+    const int64_t shift = a.rows[a.batch + b], size = D * SIZE[a.meta];
+    alignas(64) float scale[D], zero[D];
+    for (int64_t s = 0; s < slots; ++s) {
+      fetch(a.k_code, (at + s + AHEAD) * w * a.k_bytes, w * a.k_bytes);
+      fetch(a.k_scale, (at + s + AHEAD) * size, size);
+      fetch(a.k_zero, (at + s + AHEAD) * size, size);
+      if (unit[s] < 0) continue;
+      turn_back(a.origin + unit[s] * w + shift, q, turned);
+      meta(a.k_scale, a.k_zero, (at + s) * D, D, at + s, 0, scale, zero);
+      EACH(i, BLOCKS) save(scale + i * 16, load(scale + i * 16) * (1 / factor<BITS>(i)));
+      const uint8_t *code = a.k_code + (at + s) * w * a.k_bytes;
+      chunks(group, [&](auto size, int64_t lo) {
+        dots<size()>(turned + lo * D, w, out + lo * span + s * w, span, [&](int64_t t, v16 *x) INLINE {
+          codes<BITS>(code + t * a.k_bytes, x);
+          EACH(i, BLOCKS) x[i] = x[i] * load(scale + i * 16) + load(zero + i * 16);
+          turn(x, a.fine + t * D);
+        });
+      });
+    }
+  }
+
+  // `p` is spoilt; `sum` [group, D] is scratch
+  template <int BITS> void code_values(float *p, int64_t at, int64_t slots, float *scale, float *sum, float *out) const {
+    const int64_t per = D / a.value_group, step = std::max<int64_t>(1, PIECE / w);
+    std::fill(sum, sum + group * D, 0.0f);
+    for (int64_t s = 0; s < slots; s += step) {
+      int64_t m = std::min(step, slots - s), n = m * w;
+      float *zero = scale + n * per, *weight = p + s * w;
+      const int64_t at_once = a.meta == U8 ? w : n; // tokens
+      for (int64_t t = 0; t < n; t += at_once) {
+        int64_t slot = at + s + t / w, i = t * per;
+        meta(a.v_scale, a.v_zero, slot * w * per, at_once * per, slot, 1, scale + i, zero + i);
+      }
+      const uint8_t *code = a.v_code + (at + s) * w * a.v_bytes;
+      if (per == 1) { // one scale per token: it goes into the weight, and all that zeros add is one number
+        for (int64_t g = 0; g < group; ++g) {
+          float *e = weight + g * span, rest = 0;
+          for (int64_t t = 0; t < n; ++t) rest += e[t] * zero[t], e[t] *= scale[t];
+          EACH(i, BLOCKS) save(out + g * D + i * 16, load(out + g * D + i * 16) + rest);
+        }
+        chunks(group, [&](auto size, int64_t lo) {
+          weigh<size()>(weight + lo * span, span, n, sum + lo * D, [&](int64_t t, v16 *x) INLINE {
+            __builtin_prefetch(code + t * a.v_bytes + NEAR);
+            codes<BITS>(code + t * a.v_bytes, x);
+          });
+        });
         continue;
       }
-      for (int64_t j = 0; j < per; ++j)
-        for (int64_t i = j * a.value_group; i < (j + 1) * a.value_group; ++i) out[i] = out[i] * scale[t * per + j] + zero[t * per + j];
+      chunks(group, [&](auto size, int64_t lo) {
+        weigh<size()>(weight + lo * span, span, n, out + lo * D, [&](int64_t t, v16 *x) INLINE {
+          codes<BITS>(code + t * a.v_bytes, x);
+          EACH(i, BLOCKS) x[i] *= 1 / factor<BITS>(i);
+          if (a.value_group % 16 == 0) {
+            EACH(i, BLOCKS) {
+              int64_t k = t * per + i * 16 / a.value_group;
+              x[i] = x[i] * scale[k] + zero[k];
+            }
+            return;
+          }
+          float row[D];
+          EACH(i, BLOCKS) save(row + i * 16, x[i]);
+          for (int64_t i = 0; i < D; ++i) row[i] = row[i] * scale[t * per + i / a.value_group] + zero[t * per + i / a.value_group];
+          EACH(i, BLOCKS) x[i] = load(row + i * 16);
+        });
+      });
+    }
+    for (int64_t g = 0; g < group; ++g)
+      EACH(i, BLOCKS) {
+        float *to = out + g * D + i * 16;
+        save(to, load(to) + load(sum + g * D + i * 16) * (1 / factor<BITS>(i)));
+      }
+  }
+
+  // -- units
+
+  void hide(const int32_t *unit, int64_t count, float *row) const {
+    for (int64_t s = 0; s < count; ++s) {
+      int64_t first = a.origin + (int64_t)unit[s] * w;
+      if (unit[s] >= 0 && visible(first) && visible(first + w - 1)) continue;
+      for (int64_t t = 0; t < w; ++t)
+        if (unit[s] < 0 || !visible(first + t))
+          for (int64_t g = 0; g < group; ++g) row[g * span + s * w + t] = HIDDEN;
     }
   }
 
-  // attention that each of `count` units gets: mean (and highest) over the query group
-  void collect(const float *p, int64_t count, float *mean, float *high) const {
+  // attention that units got: mean, or highest, over the query heads of the group that chooses together
+  void collect(const Pool &p, int64_t at, int64_t count, const float *row, const float *norm) const {
+    const float share = 1.0f / (group * (a.kv_heads / a.groups));
     for (int64_t s = 0; s < count; ++s) {
       float sum = 0, most = 0;
       for (int64_t g = 0; g < group; ++g) {
-        float unit = 0;
-        for (int64_t t = 0; t < a.window; ++t) unit += p[g * span + s * a.window + t];
-        sum += unit;
-        most = std::max(most, unit);
+        float got = sum_of(row + g * span + s * w, w) * norm[g];
+        sum += got;
+        most = std::max(most, got);
       }
-      mean[s] = sum / group;
-      high[s] = most;
-    }
-  }
-
-  void run(float *mean, float *high) {
-    int64_t w = a.window, full = a.full.ragged ? a.full.ragged[(a.layer * a.batch + b) * a.kv_heads + h] : a.full.slots;
-    int64_t coded = a.k_code ? a.coded.slots : 0, grouped = h * a.groups / a.kv_heads;
-    int64_t full_at = first_slot(a.full, a, b, h, false), full_id = first_slot(a.full, a, b, grouped, true);
-    int64_t code_at = coded ? first_slot(a.coded, a, b, h, false) : 0, code_id = coded ? first_slot(a.coded, a, b, grouped, true) : 0;
-    int64_t shift = a.rows[a.batch + b], pad = a.rows[2 * a.batch + b], sink_at = (b * a.kv_heads + h) * a.sinks;
-    span = a.sinks + (full + coded) * w;
-    logits.resize(group * span);
-    tile.resize(std::max(TILE, (w + 7) / 8 * 8) * D);
-    turned.resize(group * D);
-    const float *q = a.q + (b * a.query_heads + h * group) * D, *sink_q = a.sink_q ? a.sink_q + (q - a.q) : q;
-    float *out = a.out + (q - a.q), *l_full = logits.data() + a.sinks, *l_code = l_full + full * w;
-
-    // the new token
-    int64_t slot = a.write[(a.layer * a.batch + b) * a.kv_heads + h], inside = (a.seen - 1 - a.origin) % w;
-    int64_t token = (b * a.kv_heads + h) * D;
-    narrow(a.k + token, D, a.full_k, a.type, (slot * w + inside) * D);
-    narrow(a.v + token, D, a.full_v, a.type, (slot * w + inside) * D);
-
-    // logits
-    tiles(a.sink_k, sink_at, a.sinks, [&](const float *rows, int64_t lo, int64_t n) { dots(sink_q, rows, n, logits.data() + lo); });
-    tiles(a.full_k, full_at * w, full * w, [&](const float *rows, int64_t lo, int64_t n) { dots(q, rows, n, l_full + lo); });
-    for (int64_t s = 0; s < coded; ++s) {
-      int64_t id = a.coded.unit[code_id + s], next = code_at + s + AHEAD;
-      fetch(a.k_code, next * w * a.k_bytes, w * a.k_bytes);
-      fetch(a.k_scale, next * D * SIZE[a.meta], D * SIZE[a.meta]);
-      fetch(a.k_zero, next * D * SIZE[a.meta], D * SIZE[a.meta]);
-      if (id < 0) continue;
-      turn_back(a.origin + id * w + shift, q);
-      keys(code_at + s);
-      dots(turned.data(), tile.data(), w, l_code + s * w);
-    }
-    auto hide = [&](float *row, const int32_t *unit, int64_t count) {
-      for (int64_t s = 0; s < count; ++s) {
-        int64_t first = a.origin + (int64_t)unit[s] * w;
-        if (unit[s] >= 0 && visible(first) && visible(first + w - 1)) continue;
-        for (int64_t t = 0; t < w; ++t)
-          if (unit[s] < 0 || !visible(first + t)) row[s * w + t] = HIDDEN;
-      }
-    };
-    for (int64_t g = 0; g < group; ++g) {
-      float *row = logits.data() + g * span;
-      for (int64_t s = 0; s < a.sinks; ++s)
-        if (pad + s >= a.seen) row[s] = HIDDEN;
-      hide(l_full + g * span, a.full.unit + full_id, full);
-      if (coded) hide(l_code + g * span, a.coded.unit + code_id, coded);
-      float top = HIDDEN, sum = 0;
-      for (int64_t i = 0; i < span; ++i) top = std::max(top, row[i]);
-      for (int64_t i = 0; i < span; ++i) {
-        float e = row[i] <= HIDDEN ? 0.0f : exponential(row[i] - top);
-        row[i] = e;
-        sum += e;
-      }
-      float norm = 1 / sum;
-      for (int64_t i = 0; i < span; ++i) row[i] *= norm;
-    }
-
-    // values
-    std::fill(out, out + group * D, 0.0f);
-    tiles(a.sink_v, sink_at, a.sinks, [&](const float *rows, int64_t lo, int64_t n) { weigh(logits.data() + lo, rows, n, out); });
-    tiles(a.full_v, full_at * w, full * w, [&](const float *rows, int64_t lo, int64_t n) { weigh(l_full + lo, rows, n, out); });
-    for (int64_t s = 0; s < coded; ++s) {
-      int64_t next = code_at + s + AHEAD, per = w * (D / a.value_group) * SIZE[a.meta];
-      fetch(a.v_code, next * w * a.v_bytes, w * a.v_bytes);
-      fetch(a.v_scale, next * per, per);
-      fetch(a.v_zero, next * per, per);
-      if (a.coded.unit[code_id + s] < 0) continue;
-      values(code_at + s);
-      weigh(l_code + s * w, tile.data(), w, out);
-    }
-    if (a.collect) {
-      collect(l_full, full, mean, high);
-      collect(l_code, coded, mean + a.full.slots, high + a.full.slots);
-    }
-  }
-};
-
-// what single heads collected, as what their group did
-void spread(const Args &a, const Pool &p, int64_t b, int64_t offset, int64_t stride, const float *mean, const float *high) {
-  int64_t per = a.kv_heads / a.groups;
-  for (int64_t g = 0; g < a.groups; ++g) {
-    int64_t at = first_slot(p, a, b, g, true);
-    int64_t slots = p.ragged ? p.ragged[(a.layer * a.batch + b) * a.kv_heads + g] : p.slots;
-    for (int64_t s = 0; s < slots; ++s) {
-      float sum = 0, most = 0;
-      for (int64_t h = g * per; h < (g + 1) * per; ++h) {
-        sum += mean[h * stride + offset + s];
-        most = std::max(most, high[h * stride + offset + s]);
-      }
-      if (p.score) p.score[at + s] += sum / per;
+      if (p.score) p.score[at + s] += sum * share;
       if (p.peak) p.peak[at + s] = std::max(p.peak[at + s], most);
     }
   }
-}
 
-template <int BLOCKS> void decode(const Args &a) {
-  thread_local std::vector<float> logits, tile, turned, scales, mean, high;
-  int64_t stride = a.full.slots + (a.k_code ? a.coded.slots : 0);
-  mean.resize(a.kv_heads * stride);
-  high.resize(a.kv_heads * stride);
-  for (int64_t b = 0; b < a.batch; ++b) {
-    for (int64_t h = 0; h < a.kv_heads; ++h)
-      Head<BLOCKS>{a, b, h, a.query_heads / a.kv_heads, 0, logits, tile, turned, scales}.run(mean.data() + h * stride, high.data() + h * stride);
-    if (!a.collect) continue;
-    spread(a, a.full, b, 0, stride, mean.data(), high.data());
-    if (a.k_code) spread(a, a.coded, b, a.full.slots, stride, mean.data(), high.data());
+  void run(const float *q, const float *sink_q, const float *k, const float *v, float *out, float scaling, bool wanted) {
+    const int64_t at = (layer * a.batch + b) * a.kv_heads + h;
+    const int64_t choice = (layer * a.batch + b) * a.groups + h * a.groups / a.kv_heads; // the group that the head is in
+    const int64_t full = a.full.ragged ? a.full.ragged[at] : a.full.slots, coded = a.k_code ? a.coded.slots : 0;
+    const int64_t full_at = first_slot(a.full, at), full_id = first_slot(a.full, choice);
+    const int64_t code_at = first_slot(a.coded, at), code_id = first_slot(a.coded, choice);
+    const int64_t used = a.sinks + (full + coded) * w, rest = 2 * (D / (a.k_code ? a.value_group : D)) * std::max(PIECE, w);
+    span = (used + 15) / 16 * 16;
+    logits.resize(group * (span + 4 * D + 1) + rest + 16);
+    float *scaled = logits.data() + group * span, *scaled_sink = scaled + group * D, *turned = scaled_sink + group * D;
+    float *sum = turned + group * D, *norm = sum + group * D, *scales = norm + group;
+    float *l_sink = logits.data(), *l_full = l_sink + a.sinks, *l_code = l_full + full * w;
+    for (int64_t i = 0; i < group * D; ++i) scaled[i] = q[i] * scaling, scaled_sink[i] = sink_q[i] * scaling, sum[i] = 0;
+    const int32_t *full_unit = a.full.unit + full_id, *code_unit = coded ? a.coded.unit + code_id : nullptr;
+
+    const int64_t token = (a.write[at] * w + (a.seen - 1 - a.origin) % w) * D; // the new one
+    narrow(k, a.full_k, a.type, token);
+    narrow(v, a.full_v, a.type, token);
+
+    with_type(a.type, [&](auto type) {
+      dense_logits<type()>(scaled_sink, a.sink_k, at * a.sinks, a.sinks, l_sink);
+      dense_logits<type()>(scaled, a.full_k, full_at * w, full * w, l_full);
+    });
+    if (coded)
+      with_bits(a.key_bits, [&](auto bits) { code_logits<bits()>(scaled, code_unit, code_at, coded, turned, l_code); });
+    hide(full_unit, full, l_full);
+    hide(code_unit, coded, l_code);
+    for (int64_t g = 0; g < group; ++g) {
+      float *row = l_sink + g * span;
+      for (int64_t s = std::max<int64_t>(0, a.seen - a.rows[2 * a.batch + b]); s < a.sinks; ++s) row[s] = HIDDEN;
+      std::fill(row + used, row + span, HIDDEN);
+      norm[g] = 1 / softmax(row, span);
+    }
+    if (wanted) {
+      collect(a.full, full_id, full, l_full, norm);
+      collect(a.coded, code_id, coded, l_code, norm);
+    }
+    with_type(a.type, [&](auto type) {
+      dense_values<type()>(l_sink, a.sink_v, at * a.sinks, a.sinks, sum);
+      dense_values<type()>(l_full, a.full_v, full_at * w, full * w, sum);
+    });
+    if (coded)
+      with_bits(a.value_bits, [&](auto bits) { code_values<bits()>(l_code, code_at, coded, scales, turned, sum); });
+    for (int64_t g = 0; g < group; ++g)
+      for (int64_t i = 0; i < D; ++i) out[g * D + i] = sum[g * D + i] * norm[g];
   }
-}
+};
 
 } // namespace
 
-extern "C" int qevict_decode(const Args *a) {
-  switch (a->dim) {
-  case 16: decode<1>(*a); return 0;
-  case 32: decode<2>(*a); return 0;
-  case 64: decode<4>(*a); return 0;
-  case 80: decode<5>(*a); return 0;
-  case 96: decode<6>(*a); return 0;
-  case 128: decode<8>(*a); return 0;
-  case 256: decode<16>(*a); return 0;
+// q, sink_q (what sinks see instead of q), out: [batch, query_heads, dim]; k, v: [batch, kv_heads, dim].
+extern "C" void qevict_decode(const Args *a, int64_t layer, const float *q, const float *sink_q, const float *k, const float *v,
+                              float *out, float scaling, bool wanted) {
+  thread_local std::vector<float> scratch;
+  const int64_t group = a->query_heads / a->kv_heads;
+  for (int64_t i = 0; i < a->batch * a->kv_heads; ++i) {
+    const int64_t at = i * group * D;
+    Head{*a, layer, i / a->kv_heads, i % a->kv_heads, group, a->window, 0, scratch}.run(
+        q + at, sink_q + at, k + i * D, v + i * D, out + at, scaling, wanted);
   }
-  return 1;
 }

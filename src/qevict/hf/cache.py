@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
@@ -14,11 +16,11 @@ from qevict.hf.attention import NAME
 from qevict.hf.rope import Rope
 from qevict.policy import Policy, PromptView
 from qevict.quantizer import Quantizer
-from qevict.store.arena import Arena
+from qevict.store.arena import DECODERS, Arena
 from qevict.store.history import History
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-BACKENDS = ("auto", "reference", "cpu")
+BACKENDS = ("auto", "reference", *DECODERS)
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -97,8 +99,8 @@ class TierCache(Cache):
         policy: the method, for example ``QEvict()``.
         budget: a fraction of FullKV's bytes, or a :class:`Budget`.
         dtype: storage type of full-precision keys and values; None: the model's.
-        backend: how single tokens are decoded: ``reference`` (PyTorch), ``cpu`` (the fused kernel), or ``auto``: the fused kernel
-            where it can be built and knows the head dimension.
+        backend: how single tokens are decoded: ``reference`` (PyTorch), ``cpu`` or ``triton`` (the fused kernels of CPUs and GPUs),
+            or ``auto``: the kernel of the device where it can be had and knows the head dimension.
 
     Raises:
         ValueError: an unsupported family, sliding-window attention, or length-dependent RoPE.
@@ -122,8 +124,9 @@ class TierCache(Cache):
         self.geometry = geometry_of(config, dtype or model.dtype)
         if backend not in BACKENDS:
             raise ValueError(f"backend={backend!r}: choose one of {', '.join(BACKENDS)}")
-        if backend == "cpu" and isinstance(policy, Quantizer):
-            raise ValueError(f"backend=cpu: {type(policy).__name__} is decoded by the reference; use backend=auto or reference")
+        if backend in DECODERS and isinstance(policy, Quantizer):
+            name = type(policy).__name__
+            raise ValueError(f"backend={backend}: {name} is decoded by the reference; use backend=auto or reference")
         self.backend = backend
         self.rope = Rope(model.get_decoder().rotary_emb)
         if config._attn_implementation != NAME:
@@ -150,14 +153,16 @@ class TierCache(Cache):
         """
         if self.backend == "reference" or isinstance(self.policy, Quantizer):
             return "reference"
-        fits = cpu.supports(self.geometry.head_dim, device)
-        if self.backend == "cpu":
-            if not fits:
-                raise ValueError(
-                    f"backend=cpu: head dimension {self.geometry.head_dim} on {device} is not supported; use reference"
-                )
-            cpu.library()  # says why, if it cannot be had
-        return "cpu" if fits and cpu.available() else "reference"
+        auto, dim = self.backend == "auto", self.geometry.head_dim
+        name = ("triton" if device.type == "cuda" else "cpu") if auto else self.backend
+        why = _refusal(name, dim, device)
+        if auto:
+            return "reference" if why or (name == "cpu" and not cpu.available(dim)) else name
+        if why:
+            raise ValueError(f"backend={name}: {why}; use backend=auto or reference")
+        if name == "cpu":
+            cpu.library(dim)  # says why, if it cannot be had
+        return name
 
     def new_turn(self) -> None:
         """Announce that the next multi-token call is a new turn, although no token was generated since the last one."""
@@ -244,6 +249,19 @@ class TierCache(Cache):
 
     def crop(self, *args):
         self.layers[0].crop()
+
+
+def _refusal(name: str, dim: int, device: torch.device) -> str | None:
+    """Why a fused kernel cannot decode heads of ``dim`` channels on a device; None: it can."""
+    kernel = cpu
+    if name == "triton":
+        if find_spec("triton") is None:
+            return "triton is not installed"
+        from qevict.engine import triton_kernel as kernel
+
+        if device.type != "cuda" and not kernel.INTERPRETED:
+            return f"it runs on CUDA, or with TRITON_INTERPRET=1 (slowly, for tests) on a CPU, not on {device}"
+    return None if kernel.supports(dim, device) else f"head dimension {dim} on {device} is not supported"
 
 
 def _allowed(mask: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Models and tokenizers: the embedded default model, a local folder, or a hub id. Safetensors only, no remote code."""
+"""Models and tokenizers: the embedded default model, a local folder, a hub id, or random weights of a known shape. Safetensors
+only, no remote code."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from qevict.artifact import cache_dir
 from qevict.hf.attention import NAME as ATTENTION
@@ -27,6 +28,28 @@ HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CONTROL = 3  # GGUF token type of special tokens
 SAMPLE, SAMPLES = 1 << 16, 64  # bytes, and how many of them, that identify a large file
 FORMAT = 1  # raised when the converted folder changes
+RANDOM_SEED = 0
+# Shapes that models of random weights are built in, for speed alone; nothing of them is downloaded.
+RANDOM = {
+    "random-llama-3.1-8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+}
 
 
 class ModelError(ValueError):
@@ -44,6 +67,26 @@ class Source:
     sha: str | None
 
 
+@dataclass(frozen=True)
+class RandomSource(Source):
+    """Says in every record that a model's weights are random; ``sha`` is of its shape and seed."""
+
+    random: bool = True
+
+
+class NoTokenizer:
+    """Stands in for the tokenizer of a model that has none: fine as long as nobody asks it anything."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __getattr__(self, name: str):
+        raise ModelError(f"model.path={self.path} has random weights and no tokenizer: use task=efficiency, or another model")
+
+    def __call__(self, *args, **kwargs):
+        return self.encode(*args, **kwargs)
+
+
 def resolve(path: str, revision: str | None = None) -> tuple[str, Source]:
     """What to hand to ``from_pretrained``, and where it comes from.
 
@@ -54,6 +97,9 @@ def resolve(path: str, revision: str | None = None) -> tuple[str, Source]:
         ModelError: a local folder that is missing or holds no model.
     """
     target, kind = _locate(path)
+    if kind == "random weights":
+        shape = json.dumps([RANDOM[path], RANDOM_SEED], sort_keys=True)
+        return target, RandomSource(kind, path, None, hashlib.sha256(shape.encode()).hexdigest())
     if kind == "packaged gguf":
         return target, Source(kind, f"{PACKAGE}/{_packaged_gguf().name}", None, GGUF_SHA256)
     if kind == "folder":
@@ -63,6 +109,8 @@ def resolve(path: str, revision: str | None = None) -> tuple[str, Source]:
 
 def _locate(path: str) -> tuple[str, str]:
     """Target and kind, without reading what identifies a model's content."""
+    if path in RANDOM and not Path(path).is_dir():
+        return path, "random weights"
     if path == EMBEDDED and not Path(path).is_dir():
         gguf = _packaged_gguf()
         return (HUB_ID, "hub") if gguf is None else (str(_converted(gguf)), "packaged gguf")
@@ -78,7 +126,11 @@ def _locate(path: str) -> tuple[str, str]:
 
 def load_config(path: str, revision: str | None = None):
     """The configuration alone, checked for support before any weight is read."""
-    target, _ = _locate(path)
+    target, kind = _locate(path)
+    if kind == "random weights":
+        config = LlamaConfig(**RANDOM[path], bos_token_id=None, eos_token_id=None, tie_word_embeddings=False)
+        config.random_weights = True  # stays with the model, and with what is saved of it
+        return config
     try:
         config = AutoConfig.from_pretrained(target, revision=revision or "main", trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
@@ -88,7 +140,8 @@ def load_config(path: str, revision: str | None = None):
 
 
 def load_model(path: str, revision: str | None = None, dtype: str = "auto", device: str = "auto"):
-    """A causal model with tiered attention, ready for inference, and its :class:`Source`.
+    """A causal model with tiered attention, ready for inference, and its :class:`Source`. Random weights are drawn on the
+    device, from a fixed seed.
 
     Args:
         dtype: ``auto`` is float32 on a CPU and bfloat16 elsewhere.
@@ -97,7 +150,7 @@ def load_model(path: str, revision: str | None = None, dtype: str = "auto", devi
     Raises:
         ModelError: missing, corrupt or unsupported model, unknown dtype, absent device.
     """
-    load_config(path, revision)
+    config = load_config(path, revision)
     target, source = resolve(path, revision)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -107,6 +160,11 @@ def load_model(path: str, revision: str | None = None, dtype: str = "auto", devi
         dtype = "float32" if device == "cpu" else "bfloat16"
     if dtype not in DTYPES:
         raise ModelError(f"model.dtype={dtype}: choose one of auto, {', '.join(DTYPES)}")
+    if isinstance(source, RandomSource):
+        with torch.random.fork_rng(), torch.device(device):
+            torch.manual_seed(RANDOM_SEED)
+            model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation=ATTENTION)
+        return model.eval(), source
     try:
         model = AutoModelForCausalLM.from_pretrained(
             target,
@@ -124,10 +182,14 @@ def load_model(path: str, revision: str | None = None, dtype: str = "auto", devi
 def load_tokenizer(path: str, revision: str | None = None):
     """The model's tokenizer, checked to give back the text that it encodes.
 
+    A model of random weights has none: what is returned then says so when it is used.
+
     Raises:
         ModelError: it cannot be read, or was built as the wrong class (every space lost, without any other error).
     """
     target, kind = _locate(path)
+    if kind == "random weights":
+        return NoTokenizer(path)
     try:
         if kind == "packaged gguf":
             tokenizer = PreTrainedTokenizerFast.from_pretrained(target)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from qevict.budget import Budget, Geometry, Layout
-from qevict.engine.cpu import Decoder
 from qevict.engine.reference import Block, attend, projected_norm
 from qevict.hf.rope import Rope
 from qevict.policy import Candidates, Policy, PromptView
@@ -24,6 +24,7 @@ from qevict.store.routing import route
 
 BLOCK_TOKENS = 512  # tokens decoded or widened to fp32 at a time
 GROWTH = 8  # tokens by which a cache without a limit grows
+DECODERS = {"cpu": "qevict.engine.cpu", "triton": "qevict.engine.triton_kernel"}  # imported where they are used
 
 
 class Arena:
@@ -32,7 +33,7 @@ class Arena:
     Args:
         real: ``[B, T]`` False where the prompt is padding (on the left).
         shift: ``[B]`` position minus column of each sequence.
-        backend: ``reference`` or ``cpu`` (the fused kernel), for single generated tokens.
+        backend: ``reference``, ``cpu`` or ``triton`` (fused kernels), for single generated tokens.
 
     Raises:
         BudgetError: the budget cannot hold what the method must keep for one of the sequences.
@@ -79,7 +80,7 @@ class Arena:
         self.sink = torch.zeros(2, *heads, sinks, g.head_dim, dtype=g.dtype, device=self.device)
         self.write = torch.zeros(*heads, dtype=torch.int64, device=self.device)  # flat slot that new tokens go to
         self.modules: dict[int, weakref.ref] = {}  # attention modules by layer; a copied cache must not copy the model
-        self.fused = Decoder(self) if backend == "cpu" else None
+        self.fused = None if backend == "reference" else import_module(DECODERS[backend]).Decoder(self)
         self.event_rows = self.everyone  # sequences whose scores await `carry`
         self.held: dict[int, tuple[Tensor, Tensor, Candidates]] = {}  # prompts that wait for the layers to share slots
         self.turns: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}  # a turn that waits for all layers to see it
@@ -98,7 +99,7 @@ class Arena:
     def _plan(self, rows: list[int]) -> None:
         """Work out the slots that the sequences ``rows`` may use from now on, and when their next event is due."""
         grown = self.seen - self.prompt
-        memo = {n: self.policy.layout(self.geometry, self.budget, n, n + grown) for n in {self.lengths[r] for r in rows}}
+        memo = {n: self.policy.slots(self.geometry, self.budget, n, n + grown) for n in {self.lengths[r] for r in rows}}
         for r in rows:
             layout = self.layouts[r] = memo[self.lengths[r]]
             self.due[r] = self.seen + layout.interval if layout.interval else None
@@ -183,13 +184,13 @@ class Arena:
             self._resize(self.full, self.full.slots + max(1, GROWTH // self.policy.window))
             unit = self.full.grid("unit")
         slot = (unit == EMPTY).to(torch.uint8).argmax(-1)
+        first, per = self.full.first(), self.geometry.kv_heads // self.full.groups
+        self.write.copy_(first + slot.repeat_interleave(per, -1))
+        entry = (first[..., ::per] // per + slot).flatten()  # records are those of groups
         fresh = {name: value for name, (_, value) in self.full.records.items()}
         fresh["unit"] = (self.seen - self.origin) // self.policy.window
         for name, value in fresh.items():
-            self.full.put(name, self.full.grid(name).scatter(-1, slot.unsqueeze(-1), value))
-        layer, row, group = (torch.arange(n, device=self.device) for n in slot.shape)
-        index = self.full.index(*torch.broadcast_tensors(layer[:, None, None], row[:, None], group), slot)
-        self.write.copy_(index.flatten(-2))
+            self.full.record[name].index_fill_(0, entry, value)  # a whole record, put back, waits for the GPU if heads differ
 
     def append(self, layers: slice | int, k: Tensor, v: Tensor) -> None:
         """Write tokens of one unit from column ``seen - n`` on. k, v ``[(l,) B, H, n, d]`` after RoPE."""

@@ -10,17 +10,32 @@ copy is the one being read. ``ABSENT`` fills the padded view of heads that own f
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 EMPTY, ABSENT, FIRST_LEDGER = -1, -2, -3
+LARGE_PAGE, ADVICE = 2 << 20, 14  # bytes; MADV_HUGEPAGE of Linux
 
 
 def ledger(unit: Tensor) -> Tensor:
     """The id under which the code of a promoted unit is kept, and back."""
     return FIRST_LEDGER - unit
+
+
+def blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory without content, in large pages where the system grants them: a pool that grows is copied, and getting the new memory
+    in small pages takes several times as long as the copy."""
+    out = torch.empty(shape, dtype=dtype, device=device)
+    if out.device.type == "cpu" and sys.platform == "linux":
+        first = -(-out.data_ptr() // LARGE_PAGE) * LARGE_PAGE
+        last = (out.data_ptr() + out.nbytes) // LARGE_PAGE * LARGE_PAGE
+        if last > first:  # advice: whether it is taken makes no difference but time
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ADVICE)
+    return out
 
 
 def pair(items: Tensor, free: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,7 +67,7 @@ class Pool:
             raise ValueError("heads can own different numbers of slots only if each chooses for itself")
         total = int(self.ragged.sum()) if self.ragged is not None else self.slots * self.layers * self.batch * self.kv_heads
         entries = total // self.kv_heads * groups if self.ragged is None else total
-        self.payload = {n: torch.zeros(total, *shape, dtype=t, device=device) for n, (shape, t) in self.spec.items()}
+        self.payload = {n: blank((total, *shape), t, device).zero_() for n, (shape, t) in self.spec.items()}
         self.record = {n: torch.full((entries,), v, dtype=t, device=device) for n, (t, v) in self.records.items()}
 
     # -- addressing ---------------------------------------------------------------------------------------------------
@@ -122,8 +137,9 @@ class Pool:
 
         def grown(flat: Tensor, heads: int, value) -> Tensor:
             old = flat.view(*lead, heads, self.slots, *flat.shape[1:])
-            new = flat.new_full((*lead, heads, slots, *flat.shape[1:]), value)
+            new = blank((*lead, heads, slots, *flat.shape[1:]), flat.dtype, flat.device)
             new[:, :, :, : self.slots] = old[:, :, :, :slots]
+            new[:, :, :, self.slots :] = value
             return new.flatten(0, 3)
 
         for name in self.payload:  # one tensor at a time: the old one is freed before the next is copied

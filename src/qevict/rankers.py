@@ -1,0 +1,92 @@
+"""Other scores for the windows of QEvict: score x allocation x storage, with only the score exchanged.
+
+The paper's appendix tries exponentially decayed attention, an attention p-norm and the L2 norm of keys beside its cumulative
+attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from qevict.method import QEvict
+from qevict.policy import Candidates, PromptView
+
+RANKERS = ("cumulative", "decayed", "last_query", "peak", "key_norm")
+ABOVE_MASS = 1000.0  # brings key norms out of the reach of attention, which then only breaks ties
+
+
+@dataclass(frozen=True)
+class Ranked(QEvict):
+    """QEvict whose windows are ranked by another score.
+
+    Args:
+        ranker: ``cumulative`` attention (QEvict's own, p-norm with p = 1); ``decayed``: halved every ``half_life`` generated
+            tokens; ``last_query``: attention of the newest query alone; ``peak``: the highest that any query of any head paid
+            (p-norm with p = infinity; 4 more bytes per window; needs ``q: 0``); ``key_norm``: windows of short keys first (short
+            keys draw attention, arXiv 2406.11430).
+        half_life: generated tokens, for ``decayed``.
+
+    With ``key_norm`` the prompt's windows are ranked by their keys, those generated later rank as average ones and among
+    themselves by attention: the store weighs no keys that arrive while decoding.
+    """
+
+    ranker: str = "cumulative"
+    half_life: float = 64.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.ranker not in RANKERS:
+            raise ValueError(f"ranker={self.ranker!r}: choose one of {', '.join(RANKERS)}")
+        if self.half_life <= 0:
+            raise ValueError(f"half_life={self.half_life:g} is not positive: set method.half_life to a number of tokens above 0")
+        if self.ranker == "peak" and self.q > 0:
+            raise ValueError(f"ranker=peak with q={self.q:g}: a window's peak does not follow it between tiers, set method.q to 0")
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        return ("score", "peak") if self.ranker == "peak" else ("score",)
+
+    @property
+    def prompt_queries(self) -> int | None:
+        return 1 if self.ranker == "last_query" else super().prompt_queries
+
+    @property
+    def mass_every_step(self) -> bool:
+        return super().mass_every_step and self.ranker not in ("last_query", "key_norm")
+
+    def prompt_scores(self, view: PromptView) -> dict[str, Tensor]:
+        if self.ranker == "key_norm":
+            length = view.k.float().norm(dim=-1) * view.real[:, None]
+            mean = length.sum(-1, keepdim=True) / view.real.sum(-1)[:, None, None]
+            score = ABOVE_MASS * (mean - length)
+            return {"score": score if self.per_head else score.mean(1, keepdim=True)}
+        scores = super().prompt_scores(view)
+        if self.ranker == "peak":
+            scores["peak"] = self._prompt_peak(view)
+        return scores
+
+    def _prompt_peak(self, view: PromptView) -> Tensor:
+        """``[B, G, T]``: a window's highest attention at its last token, 0 at its others, so that a window's sum is its peak. Sinks
+        are left out."""
+        first = view.real.int().argmax(-1)[:, None] + self.sink
+        inside = torch.arange(view.length, device=view.k.device) >= first  # [B, T]
+        asked = view.length if self.prompt_queries is None else min(self.prompt_queries, view.length)
+        rows = torch.arange(view.length - asked, view.length, device=view.k.device)
+        weights = view.attention(rows) * inside[:, None, None, None]
+        units = pad(weights, (-view.length % self.window, 0)).unflatten(-1, (-1, self.window)).sum(-1).amax((2, 3))  # [B, H, U]
+        spread = torch.zeros(*units.shape, self.window, device=units.device)
+        spread[..., -1] = units
+        peak = spread.flatten(-2)[..., -view.length :]
+        return peak if self.per_head else peak.amax(1, keepdim=True)
+
+    def rank(self, c: Candidates) -> Tensor:
+        return c.peak if self.ranker == "peak" else c.score
+
+    def carry(self, score: Tensor, interval: int) -> Tensor:
+        if self.ranker == "last_query":
+            return torch.zeros_like(score)
+        return score * 0.5 ** (interval / self.half_life) if self.ranker == "decayed" else score
