@@ -1,12 +1,14 @@
-"""The workspace meter against cases whose answer is known."""
+"""The meters against cases whose answer is known."""
 
 import json
+import time
 
+import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from conftest import tiny
-from evals.meters import PeakTensors, workspace
+from evals.meters import Laps, PeakTensors, clock, clock_name, largest, projected, ratio, spread, workspace
 
 MIB = 1024 * 1024
 
@@ -50,3 +52,59 @@ def test_dispatch_agrees_with_the_profiler_on_a_prefill(tmp_path):
     _, first, step = min(totals)
     peak = max(total for _, total, _ in totals) - (first - step)
     assert abs(got - peak) <= 0.02 * peak
+
+
+def test_time_of_a_call_and_of_a_call_within():
+    device, work = torch.device("cpu"), torch.ones(300, 300)
+    laps = Laps(device)
+    inner = laps.around(lambda: [work @ work for _ in range(20)])
+    whole = [clock(lambda: [inner(), inner()], device) for _ in range(3)]
+    parts = laps.ms()
+    assert len(parts) == 6 and min(parts) > 0
+    assert all(parts[2 * i] + parts[2 * i + 1] <= whole[i] for i in range(3))
+
+
+def test_the_clock_is_blind_to_waiting_where_it_is_cpu_time(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert torch.get_num_threads() == 1 and clock_name() == "process CPU time"
+    assert clock(lambda: time.sleep(0.2), torch.device("cpu")) < 100
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert clock_name() == "wall time" and clock(lambda: time.sleep(0.2), torch.device("cpu")) >= 200
+
+
+@pytest.mark.parametrize("guess", [0, 1, 5, 36, 37, 38, 1000])
+@pytest.mark.parametrize("limit", [0, 1, 2, 37])
+def test_the_largest_that_fits(guess, limit):
+    tried = []
+
+    def fits(n):
+        assert n > 0 and n not in tried, "nothing is tried twice"
+        tried.append(n)
+        return n <= limit
+
+    assert largest(fits, guess) == limit
+
+
+@pytest.mark.parametrize(("limit", "want"), [(0, 0), (109, 0), (110, 1), (119, 1), (120, 2), (155, 5), (1100, 100)])
+def test_projection_of_what_grows_evenly(limit, want):
+    assert projected(lambda n: 100 + 10 * n, limit) == want
+
+
+def test_projection_sees_what_a_constant_hides_at_first():
+    seen = []
+
+    def need(n):  # 2 each, and 60 in all or 20 each, whichever is more
+        seen.append(n)
+        return 2 * n + max(60, 20 * n)
+
+    assert projected(need, 2200) == 100 and seen == [1, 2, 4, 8]
+    seen.clear()
+    assert projected(need, 76) == 3 and seen == [1, 2, 4]  # 64 at 2, 88 at 4
+
+
+def test_spread_and_ratio():
+    assert spread([4.0]) == {"median": 4.0, "q1": 4.0, "q3": 4.0}
+    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == {"median": 3.0, "q1": 1.5, "q3": 4.5}
+    times = {"method": [1.0, 2.0, 9.0], "full": [2.0, 8.0, 4.0]}
+    assert ratio(times, "full") == {"median": 2.0 / 4.0, "q1": 0.25, "q3": 2.25}  # of steps: 0.5, 0.25, 2.25
+    assert ratio(times, "other") is None and ratio(times, None) is None
