@@ -1,4 +1,7 @@
-"""Run one experiment: ``python run.py method=qevict budget=0.05 task=ruler``. ``python run.py --help`` lists the choices."""
+"""One run: ``python run.py method=qevict budget=0.05 task=ruler``; all runs of a table: ``python run.py -m experiment=table12``.
+
+``python run.py --help`` lists the choices.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,21 @@ def main() -> None:
     import hydra
     from hydra.errors import HydraException
 
+    from evals.cli import task
+
     arguments = sys.argv[1:]
-    if not any(a.startswith("-") for a in arguments):  # a plain run: say in one line what Hydra spreads over twenty
+    options = {a for a in arguments if a.startswith("-")}
+    if any(a.startswith("experiment=") for a in arguments) and options <= {"-m", "--multirun"}:
+        from evals.sweep import main as sweep
+
+        sys.exit(sweep(arguments, task))
+    if not options:  # a plain run: say in one line what Hydra spreads over twenty
         try:
             with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
                 hydra.compose("config", overrides=arguments)
         except HydraException as error:
             text = " ".join(str(error).split("Config search path")[0].split())
             sys.exit(f"error: {text}")
-
-    from evals.cli import task
 
     hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")(task)()
 

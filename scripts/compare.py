@@ -17,6 +17,7 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 
 from evals.cli import EXPECTED, one_line
+from evals.efficiency_report import show_efficiency
 from evals.report import figure_score_bytes, show
 from evals.runner import run
 
@@ -50,7 +51,7 @@ def main() -> int:
                 print(f"error: method={method} budget={budget}: {one_line(error)}", file=sys.stderr)
     if not rows:
         return 1
-    show(rows)
+    (show_efficiency if all(r["task"] == "efficiency" for r in rows) else show)(rows)
     records = [{k: v for k, v in r.items() if k != "path"} for r in rows]
     (options.out / "table.json").write_text(json.dumps(records, indent=1) + "\n")
     figure_score_bytes(rows, options.out / "figure.png")

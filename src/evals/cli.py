@@ -22,7 +22,12 @@ def one_line(error: Exception) -> str:
 
 
 def task(config: DictConfig) -> None:
-    from evals.report import show  # late: torch and transformers take seconds, --help needs neither
+    if "cell" in config:  # one of an experiment's
+        from evals.sweep import run_cell
+
+        return run_cell(config)
+    from evals.efficiency_report import show_efficiency  # late: torch and transformers take seconds, --help needs neither
+    from evals.report import show
     from evals.runner import run
 
     asked: list[int] = []
@@ -44,5 +49,5 @@ def task(config: DictConfig) -> None:
             raise
         print(f"error: {one_line(error)}", file=sys.stderr)
         sys.exit(1)
-    show([metrics])
+    (show_efficiency if metrics["task"] == "efficiency" else show)([metrics])
     print(f"run: {metrics['path']}")

@@ -1,8 +1,8 @@
-"""Tables and figures from the metrics of finished runs."""
+"""The printed table of finished runs, and figures: colours, marks and files that all of them share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -10,8 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 MIB = 1024 * 1024
-# Okabe and Ito's colours, distinguishable for colour-blind readers, with a marker each for print.
-STYLES = (("#000000", "o"), ("#E69F00", "s"), ("#56B4E9", "^"), ("#009E73", "D"), ("#D55E00", "v"), ("#CC79A7", "P"))
+# Okabe and Ito's colours, distinguishable for colour-blind readers (yellow is too pale for print), with a marker each; the second
+# round has other markers.
+COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2")
+STYLES = tuple(zip(COLORS * 2, "os^DvPXhp<*>8d", strict=True))
 
 
 def _score(value: float | None, error: float | None) -> str:
@@ -48,25 +50,59 @@ def show(rows: Sequence[dict], title: str | None = None) -> None:
 
 
 def figure_score_bytes(rows: Sequence[dict], path: Path) -> None:
-    """Score against persistent bytes, a line per method, bars of one standard error. Written as ``path`` and as SVG."""
+    """Score against persistent bytes, a line per method, bars of one standard error. Written as ``path``, SVG and PDF."""
+    series: dict[str, list[tuple[float, float, float]]] = {}
+    for r in rows:
+        if r["score"] is not None:
+            series.setdefault(r["method"], []).append((r["kv_bytes_peak"] / MIB, r["score"], r["stderr"] or 0))
+    figure, (axis,) = canvas(1)
+    draw_bytes(axis, series, "score")
+    axis.set_ylim(-0.04, 1.04)
+    save(figure, path)
+
+
+def canvas(panels: int):
+    """A figure with so many axes side by side, and these."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(5.2, 3.6), layout="constrained")
-    methods = list(dict.fromkeys(r["method"] for r in rows if r["score"] is not None))
-    for index, method in enumerate(methods):
-        color, marker = STYLES[index % len(STYLES)]
-        points = sorted(
-            (r["kv_bytes_peak"] / MIB, r["score"], r["stderr"] or 0)
-            for r in rows
-            if r["method"] == method and r["score"] is not None
-        )
-        x, y, error = zip(*points, strict=True)
-        axis.errorbar(x, y, error, color=color, marker=marker, capsize=3, label=method, linewidth=1.2)
-    axis.set(xscale="log", xlabel="persistent KV bytes per sequence (MiB, peak)", ylabel="score", ylim=(-0.04, 1.04))
+    figure, axes = pyplot.subplots(1, panels, figsize=(1.6 + 3.8 * panels, 3.4), layout="constrained", squeeze=False)
+    return figure, tuple(axes[0])
+
+
+def draw_bytes(axis, series: Mapping[str, Sequence[tuple[float, float, float]]], ylabel: str) -> None:
+    """A value against persistent bytes: by line, points ``(MiB, value, standard error)``."""
+    for (name, points), (color, marker) in zip(series.items(), STYLES * 9, strict=False):
+        x, y, error = zip(*sorted(points), strict=True)
+        axis.errorbar(x, y, error, color=color, marker=marker, markersize=5, capsize=3, label=name, linewidth=1.2)
+    axis.set(xscale="log", xlabel="persistent KV bytes per sequence (MiB, peak)", ylabel=ylabel)
+    axis.xaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
     axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     axis.grid(alpha=0.3)
-    axis.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-    figure.savefig(path.with_suffix(".svg"))
+
+
+def draw_steps(axis, series: Mapping[str, Sequence[tuple[str, float, float]]], ylabel: str) -> None:
+    """A value for each of a few settings: by line, points ``(setting, value, standard error)``, settings in the given order."""
+    order = list(dict.fromkeys(x for points in series.values() for x, _, _ in points))
+    for (name, points), (color, marker) in zip(series.items(), STYLES * 9, strict=False):
+        x, y, error = zip(*points, strict=True)
+        places = [order.index(v) for v in x]
+        axis.errorbar(places, y, error, color=color, marker=marker, markersize=5, capsize=3, label=name, linewidth=1.2)
+    axis.set_xticks(range(len(order)), order)
+    axis.set(ylabel=ylabel)
+    axis.margins(x=0.1)
+    axis.grid(alpha=0.3)
+
+
+def save(figure, path: Path) -> None:
+    """Add the legend of the first axes beside them, and write a figure as ``path`` (PNG), SVG and PDF, without dates: the same
+    numbers give the same files."""
+    from matplotlib import pyplot
+
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
+    with matplotlib.rc_context({"svg.hashsalt": path.stem, "pdf.fonttype": 42}):
+        figure.savefig(path, dpi=150)
+        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+        figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None})
     pyplot.close(figure)

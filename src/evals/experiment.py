@@ -1,0 +1,134 @@
+"""Experiments: tables and figures as lists of cells, each cell an ordinary run.
+
+``conf/experiment/NAME.yaml`` names methods, budgets and settings, see ``docs/experiments.md``; :mod:`evals.sweep` runs them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from evals.lookup import Record, key, records
+from evals.records import digest, readable
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of an experiment. ``labels``: what sets it apart, by axis; ``method`` and ``budget`` are always among them."""
+
+    name: str
+    labels: dict[str, str]
+    config: DictConfig
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment at a scale.
+
+    Args:
+        name: of its file.
+        scale: ``cpu`` or ``paper``.
+        title: of its tables.
+        paper: ``table`` in ``results/paper/paper_numbers.csv``.
+        panels: axes that split it into tables of their own; the other axes label rows.
+        values: columns; none: as suits the task.
+        figure: kind of its figure (``bytes``, ``axis``), or none.
+    """
+
+    name: str
+    scale: str
+    title: str
+    paper: str | None
+    panels: tuple[str, ...]
+    values: tuple[str, ...]
+    figure: str | None
+    cells: tuple[Cell, ...]
+
+    @property
+    def sweep(self) -> str:
+        """Name of its folder and of its group in Weights & Biases."""
+        return f"{self.name}-{self.scale}"
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(self.cells[0].labels)
+
+    def records(self) -> dict[str, Record]:
+        """The best record of each cell that has one, by the cell's name."""
+        found = records(c.config.results_dir for c in self.cells)
+        return {c.name: found[k][0] for c in self.cells if (k := key(c.config)) in found}
+
+
+def names() -> list[str]:
+    """All experiments."""
+    return sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
+
+
+def load(name: str, scale: str = "cpu", overrides: Sequence[str] = ()) -> Experiment:
+    """An experiment's cells.
+
+    Args:
+        overrides: as for ``run.py``, applied to every cell last; ``experiment.FIELD=...`` changes the experiment itself.
+
+    Raises:
+        ValueError, HydraException: there is no such experiment, scale or setting.
+    """
+    own = [o for o in overrides if o.lstrip("+~").startswith("experiment.")]
+    theirs = [o for o in overrides if o not in own]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        spec = OmegaConf.to_container(compose("config", overrides=[f"experiment={name}", *own]).experiment, resolve=True)
+        if scale not in spec["scales"]:
+            raise ValueError(f"scale={scale}: experiment={name} has {' and '.join(spec['scales'])}")
+        special = spec["scales"][scale]
+        whole = {
+            **spec,
+            **special,
+            "overrides": [*spec.get("overrides", []), *special.get("overrides", [])],
+            "axes": spec.get("axes", {}) | special.get("axes", {}),
+        }
+        cells = tuple(_cells(whole, theirs, f"{name}-{scale}"))
+    twice = len(cells) - len({c.name for c in cells})
+    if twice:
+        raise ValueError(f"experiment={name}: {twice} cells occur twice: let an axis differ in a setting, not only in its label")
+    return Experiment(
+        name,
+        scale,
+        whole["title"],
+        whole.get("paper"),
+        tuple(whole.get("panels", ())),
+        tuple(whole.get("values", ())),
+        whole.get("figure"),
+        cells,
+    )
+
+
+@functools.cache  # half a second on a busy core, and experiments share cells
+def _composed(*overrides: str) -> dict:
+    return OmegaConf.to_container(compose("config", overrides=list(overrides)), resolve=True)
+
+
+def _cells(spec: dict, theirs: list[str], sweep: str) -> Iterator[Cell]:
+    methods = spec["methods"] if isinstance(spec["methods"], dict) else {m: [f"method={m}"] for m in spec["methods"]}
+    axes = {name: list(values.items()) for name, values in spec["axes"].items()}
+    for label, method in methods.items():
+        policy = instantiate(_composed(*method)["method"])
+        # a method whose bytes follow from the number of tokens is one point on the byte axis
+        for budget in [1.0] if policy.fixed else spec["budgets"]:
+            for chosen in itertools.product(*axes.values()):
+                special = [o for _, overrides in chosen for o in overrides]
+                config = OmegaConf.create(_composed(*method, f"budget={budget}", *spec["overrides"], *special, *theirs))
+                if config.logger.name == "wandb" and config.logger.group is None:
+                    config.logger.group = sweep
+                share = "full" if policy.unlimited else "own" if policy.fixed else f"{100 * config.budget:g} %"
+                labels = {"method": label, "budget": share, **{a: v for a, (v, _) in zip(axes, chosen, strict=True)}}
+                decides = {k: v for k, v in config.items() if k not in ("logger", "progress")}
+                yield Cell(f"{readable(*labels.values())}-{digest(decides)}", labels, config)
