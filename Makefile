@@ -15,6 +15,9 @@ test: .venv/.stamp  ## set up, then run the tests
 test-all: .venv/.stamp  ## the tests, slow ones included
 	$(PY) -m pytest
 
+report: .venv/.stamp  ## all tables, figures and results/report.html from the records
+	$(PY) scripts/report.py
+
 lint: .venv/.stamp  ## check style
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -26,4 +29,4 @@ format: .venv/.stamp  ## mend style
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-.PHONY: demo test test-all lint format help
+.PHONY: demo test test-all report lint format help

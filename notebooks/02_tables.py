@@ -39,5 +39,6 @@ from evals.stats import paired
 from evals.tables import values_by_task
 
 found = experiment.records()
-first = [values_by_task(found[c.name].rows, "score") for c in experiment.cells if c.name in found][:2]
-paired(*first) if len(first) == 2 else "fewer than two runs"
+done = [c for c in experiment.cells if c.name in found]
+alike = [c for c in done if c.config.task == done[0].config.task][:2]
+paired(*(values_by_task(found[c.name].rows, "score") for c in alike)) if len(alike) == 2 else "fewer than two runs"

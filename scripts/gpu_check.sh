@@ -12,7 +12,7 @@ minutes=${MINUTES:-10} model=${MODEL:-random-llama-3.1-8b} contexts=${CONTEXTS:-
 
 [ -f .venv/.stamp ] || ./setup.sh || { echo "gpu_check.sh: setup.sh failed" >&2; exit 1; }
 rm -rf $out && mkdir -p $out
-$python - >$out/machine.txt <<'PY'
+$python - >$out/machine.txt <<'PY' || exit 1
 import torch, triton
 print("torch", torch.__version__, "triton", triton.__version__, "CUDA", torch.version.cuda)
 if torch.cuda.is_available():

@@ -163,6 +163,7 @@ def test_speed_is_the_median_over_samples():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # three processes that import everything
 def test_joblib_runs_cells_side_by_side(folder, tmp_path):  # noqa: F811
     done = subprocess.run(command("-m", *of_tiny(folder, tmp_path, "launch=joblib")), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
