@@ -23,12 +23,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from evals.benchmark import Item, Session
 from evals.data import read_jsonl, require, sha256
 from evals.decode import cache_keyword
-from evals.metrics import summarize
+from evals.metrics import estimates, summarize
 from evals.ruler import essay_text
-from evals.stats import interval
 from qevict.accounting import full_bytes, measure
 from qevict.fields import check_fields
-from qevict.hf.cache import HandleLayer, TierCache
+from qevict.hf.cache import HandleLayer, TierCache, geometry_of
 
 VALUES = ("kl", "top1", "nll_difference", "attention_error")
 REMEMBERED = 6 << 30  # bytes of references that are kept for the next method in this process
@@ -204,7 +203,8 @@ class Fidelity:
     @torch.inference_mode()
     def _prompt(self, session: Session, ids: torch.Tensor) -> States | None:
         """The prompt's states; None if they are too large to keep."""
-        model, g = session.model, session.new_cache(session.budget).geometry
+        model = session.model
+        g = geometry_of(model.config.get_text_config(), model.dtype)
         heads = g.query_heads + 2 * g.kv_heads
         if len(ids) * self.context * g.layers * heads * g.head_dim * model.dtype.itemsize > REMEMBERED // 2:
             return None
@@ -246,13 +246,7 @@ class Fidelity:
     def summary(self, rows: Sequence[dict]) -> dict:
         """Means over texts (of the sources' means) with 95 % bootstrap intervals over texts."""
         good = [r for r in rows if r["status"] == "ok"]
-        out = summarize(rows)
-        for name in VALUES:
-            by_task: dict[str, list[float]] = {}
-            for r in good:
-                by_task.setdefault(r["task"], []).append(r[name])
-            out[name] = mean(mean(v) for v in by_task.values()) if by_task else None
-            out[f"{name}_interval"] = interval(by_task)
+        out = summarize(rows) | estimates(rows, VALUES)
         if good:
             out["attention_error_by_layer"] = [mean(x) for x in zip(*(r["attention_error_by_layer"] for r in good), strict=True)]
         out["forced_tokens"] = sum(r["new_tokens"] for r in good)

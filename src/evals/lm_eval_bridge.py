@@ -27,12 +27,10 @@ from transformers.utils import logging as transformers_logging
 from evals.benchmark import Session
 from evals.data import sha256
 from evals.decode import Stop, eos_ids, generate
-from evals.records import RunDir, RunError, environment, read_json, write_json
-from evals.runner import Plan, plan
+from evals.records import RunDir, RunError, read_json, write_json
+from evals.runner import Plan, open_session, plan
 from evals.sample import Prompt, Rules, Sample, render
 from qevict.fields import check_fields
-from qevict.hf.cache import DTYPES, TierCache
-from qevict.hf.loading import load_model
 
 try:
     import lm_eval
@@ -301,7 +299,9 @@ def run(config: DictConfig) -> dict:
     harness, tasks = job.task, job.task.manager()
     folder = RunDir(config.results_dir, job.name, OmegaConf.to_yaml(config, resolve=True))
     try:
-        bridge = _bridge(job, folder)
+        session, _ = open_session(job, folder)
+        folder.status("running", len(folder.finished))
+        bridge = Bridge(session, folder, config.progress)
         results = simple_evaluate(
             bridge,
             tasks=list(harness.tasks),
@@ -336,20 +336,6 @@ def run(config: DictConfig) -> dict:
         raise
     finally:
         folder.close()
-
-
-def _bridge(job: Plan, folder: RunDir) -> Bridge:
-    config = job.config
-    model, source = load_model(config.model.path, config.model.revision, config.model.dtype, config.model.device)
-
-    def new_cache(budget) -> TierCache:
-        return TierCache(model, job.policy, budget, DTYPES[config.cache.dtype], config.backend.name)
-
-    used = new_cache(job.budget).decoder(model.device)
-    env = environment(model.device, dataclasses.asdict(source))
-    folder.add_environment(env | {"calibration": job.policy.calibration_id(model), "backend": used})
-    folder.status("running", len(folder.finished))
-    return Bridge(Session(model, job.tokenizer, job.budget, new_cache), folder, config.progress)
 
 
 def _add_bytes(results: dict, bridge: Bridge) -> None:

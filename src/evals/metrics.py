@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import mean, median
 
 from evals.stats import interval, stderr
 
 EXTRA = ("strict", "flexible", "numeric", "rouge_overflow")  # scores that some benchmarks report beside the main one
+
+
+def estimates(rows: Sequence[dict], names: Sequence[str], value: Callable[[dict, str], float | None] = dict.get) -> dict:
+    """For each name the mean of the task means of a value that finished rows have, and ``NAME_interval``, its 95 % interval over
+    rows; None where no row has it."""
+    out = {}
+    for name in names:
+        by_task: dict[str, list[float]] = {}
+        for r in rows:
+            if r["status"] == "ok" and (x := value(r, name)) is not None:
+                by_task.setdefault(r["task"], []).append(x)
+        out[name] = mean(map(mean, by_task.values())) if by_task else None
+        out[f"{name}_interval"] = interval(by_task)
+    return out
 
 
 def summarize(rows: Sequence[dict], categories: Mapping[str, str] | None = None) -> dict:

@@ -170,10 +170,10 @@ def _finished(row: dict | None, item: Item) -> bool:
     return row is not None and row.get("status") == "ok" and row.get("prompt_sha") == item.sha
 
 
-def _work(job: Plan, folder: RunDir, todo: list[Item], announce, stopping) -> dict:
+def open_session(job: Plan, folder: RunDir) -> tuple[Session, str]:
+    """Load the model and note in the run what it starts on. Returns also the backend that decodes."""
     config = job.config
     model, source = _model(config.model.path, config.model.revision, config.model.dtype, config.model.device)
-    folder.status("running", len(job.items))
 
     def new_cache(budget: Budget) -> TierCache:
         return TierCache(model, job.policy, budget, DTYPES[config.cache.dtype], config.backend.name)
@@ -181,7 +181,14 @@ def _work(job: Plan, folder: RunDir, todo: list[Item], announce, stopping) -> di
     env = environment(model.device, dataclasses.asdict(source))
     used = new_cache(job.budget).decoder(model.device)
     folder.add_environment(env | {"calibration": job.policy.calibration_id(model), "backend": used})
-    session = Session(model, job.tokenizer, job.budget, new_cache)
+    return Session(model, job.tokenizer, job.budget, new_cache), used
+
+
+def _work(job: Plan, folder: RunDir, todo: list[Item], announce, stopping) -> dict:
+    config = job.config
+    folder.status("running", len(job.items))
+    session, used = open_session(job, folder)
+    model = session.model
     # on a run of its own: the meter slows it down, and it warms up the timed ones
     space = job.task.meter(session, job.items)
     logger = make_logger(config, job.name, folder.path)

@@ -128,7 +128,7 @@ class Policy:
         layout = self.layout(g, budget, prompt, seen)
         if budget.unlimited:
             return layout
-        end = seen - prompt - -(-prompt // self.window) * -self.window  # tokens on the grid of units
+        end = seen - prompt + self.window * -(-prompt // self.window)  # tokens on the grid of units
         protected = min(layout.protected, -(-(end + layout.interval) // self.window))
         candidates = max(0, end - layout.local) // self.window
         full = min(layout.full, candidates)

@@ -20,8 +20,7 @@ from evals.benchmark import Item, Session
 from evals.decode import cache_keyword
 from evals.fidelity import Fidelity
 from evals.full_caches import PackedLayer
-from evals.metrics import summarize
-from evals.stats import interval
+from evals.metrics import estimates, summarize
 from qevict.engine.reference import causal_attention
 from qevict.hf.attention import NAME
 from qevict.hf.rope import Rope
@@ -142,15 +141,7 @@ class CodecErrors(Fidelity):
 
     def summary(self, rows: Sequence[dict]) -> dict:
         """Means over layers, heads and texts, 95 % intervals over texts. ``score``: 1 minus the error of the paper's setting."""
-        good = [r for r in rows if r["status"] == "ok"]
-        out = summarize(rows)
-        for name in VARIANTS:
-            by_task: dict[str, list[float]] = {}
-            for r in good:
-                by_task.setdefault(r["task"], []).append(r["errors"][name])
-            out[name] = mean(mean(v) for v in by_task.values()) if by_task else None
-            out[f"{name}_interval"] = interval(by_task)
-        return out
+        return summarize(rows) | estimates(rows, VARIANTS, lambda row, name: row["errors"][name])
 
     def card(self) -> dict:
         return super().card() | {"reference": "exact attention of each layer", "queries": self.queries, "sink": SINK}

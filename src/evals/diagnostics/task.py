@@ -26,6 +26,7 @@ from evals.diagnostics.shadow import Shadow
 from evals.diagnostics.texts import recall_text
 from evals.fidelity import Fidelity
 from evals.fidelity import Trace as Predictions
+from evals.metrics import estimates
 from evals.stats import interval
 from qevict.artifact import model_digest
 from qevict.budget import Budget
@@ -212,16 +213,9 @@ class Mechanism(Fidelity):
 
     def summary(self, rows: Sequence[dict]) -> dict:
         """Fidelity's numbers, and means (of the sources' means) of the diagnostics with 95 % intervals over texts."""
-        out = super().summary(rows)
-        for name in VALUES:
-            by_task: dict[str, list[float]] = {}
-            for r in rows:
-                if r["status"] == "ok" and r.get(name) is not None:
-                    by_task.setdefault(r["task"], []).append(r[name])
-            if by_task:
-                out[name] = mean(mean(v) for v in by_task.values())
-                out[f"{name}_interval"] = interval(by_task)
-        return out | pooled([r for r in rows if r["status"] == "ok"])
+        good = [r for r in rows if r["status"] == "ok"]
+        known = [n for n in VALUES if any(r.get(n) is not None for r in good)]
+        return super().summary(rows) | estimates(good, known) | pooled(good)
 
     def card(self) -> dict:
         return super().card() | {"horizon": self.horizon, "least": self.least, "grain": self.grain}

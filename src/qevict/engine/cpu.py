@@ -151,7 +151,7 @@ class Decoder:
             a.meta, a.key_bits, a.value_bits = TYPES[data["k_scale"].dtype], codec.key_bits, codec.value_bits
             a.value_group, a.k_bytes, a.v_bytes = codec.group, data["k_code"].shape[-1], data["v_code"].shape[-1]
             furthest = arena.seen + int(arena.rows[1].max())
-            coarse = _table(torch.arange(-1, furthest // COARSE + 1) * COARSE, arena.rope.inv_freq.double())
+            coarse = rotary_table(torch.arange(-1, furthest // COARSE + 1) * COARSE, arena.rope.inv_freq.double())
             self.tables = _fine(max(COARSE, codec.window), arena.rope.inv_freq.numpy().tobytes()), coarse
             a.fine, a.coarse = (t.data_ptr() for t in self.tables)
 
@@ -176,10 +176,10 @@ def _pool(pool: Pool) -> PoolArgs:
 @functools.lru_cache(maxsize=8)
 def _fine(rows: int, inv_freq: bytes) -> Tensor:
     """Rotary table of single positions: a constant of the model, whatever the cache holds."""
-    return _table(torch.arange(rows), torch.frombuffer(bytearray(inv_freq), dtype=torch.float32).double())
+    return rotary_table(torch.arange(rows), torch.frombuffer(bytearray(inv_freq), dtype=torch.float32).double())
 
 
-def _table(position: Tensor, inv_freq: Tensor) -> Tensor:
+def rotary_table(position: Tensor, inv_freq: Tensor) -> Tensor:
     """``[positions, head_dim]`` fp32: cosines, then sines."""
     angle = position.double().unsqueeze(-1) * inv_freq
     return torch.cat((angle.cos(), angle.sin()), -1).float()

@@ -329,7 +329,7 @@ class Decoder:
         inv_freq = self.arena.rope.inv_freq.to(self.arena.device).double()
         last = (self.arena.seen + self.furthest) // cpu.COARSE
         near, far = (torch.arange(*r, device=inv_freq.device) for r in ((0, cpu.COARSE), (-1, last + 1)))
-        return cpu._table(near, inv_freq), cpu._table(far * cpu.COARSE, inv_freq)
+        return cpu.rotary_table(near, inv_freq), cpu.rotary_table(far * cpu.COARSE, inv_freq)
 
     def end(self) -> None:
         self.step = None
