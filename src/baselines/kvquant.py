@@ -40,6 +40,7 @@ class KVQuantSelf(Quantizer):
 
     plain_keys = True
     codes_first = True
+    keeps_codes = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -59,10 +60,11 @@ class KVQuantSelf(Quantizer):
         return self.bits == 2 if self.q_norm is None else self.q_norm
 
     def _common(self, g: Geometry) -> tuple[int, int, int, int]:
-        return g.kv_heads, g.head_dim, self.bits, outlier_slots(g.kv_heads * g.head_dim, self.outliers)
+        width = g.head_dim * (g.kv_heads if self.evict is None else 1)
+        return g.kv_heads, g.head_dim, self.bits, outlier_slots(width, self.outliers)
 
     def specs(self, g: Geometry) -> tuple[dict[str, Field], dict[str, Field]]:
-        return NuqCodec.fields(*self._common(g), True), NuqCodec.fields(*self._common(g), False)
+        return tuple(NuqCodec.fields(*self._common(g), static, self.evict is None) for static in (True, False))
 
     def coded(self, base: int, n: int) -> tuple[int, int]:
         return (max(0, n - self.first),) * 2
@@ -77,9 +79,9 @@ class KVQuantSelf(Quantizer):
             own = True
         else:
             own = False
-        common, t = self._common(g), tables
-        keys = NuqCodec(*common, t["k_book"], t.get("k_norm"), t["k_middle"], t["k_half"], own)
-        return keys, NuqCodec(*common, t["v_book"], t.get("v_norm"), None, None, own)
+        common, t, joint = self._common(g), tables, self.evict is None
+        keys = NuqCodec(*common, t["k_book"], t.get("k_norm"), t["k_middle"], t["k_half"], own, joint)
+        return keys, NuqCodec(*common, t["v_book"], t.get("v_norm"), None, None, own, joint)
 
     def calibrate(
         self, g: Geometry, k: Tensor, v: Tensor, k_weight: Tensor | None = None, v_weight: Tensor | None = None
@@ -97,6 +99,8 @@ class KVQuantSelf(Quantizer):
             half = half + middle.abs().amax().clamp_min(torch.finfo(HALF).eps)
         out = {"k_middle": middle[None, None], "k_half": half[None, None]}
         side = self._common(g)[3] // 2
+        if self.evict is not None:  # a row is one head's
+            v, v_weight = (None if x is None else x.unflatten(1, (g.kv_heads, -1)).flatten(0, 1) for x in (v, v_weight))
         top, bottom = v.topk(side + 1).values[:, -1:], v.topk(side + 1, largest=False).values[:, -1:]
         for name, x, mid, wide, weight in (
             ("k", k, middle.float(), half.float(), k_weight),

@@ -102,5 +102,7 @@ class ZipCache(Quantizer):
         codes = (count - low) * packed_bytes(g.head_dim, self.high_bits) + low * packed_bytes(g.head_dim, self.low_bits)
         row = g.kv_heads * g.head_dim
         full = Field(g.kv_heads, (g.head_dim,), g.dtype)
+        per_token = 1 if self.evict is None else g.kv_heads
         # codes; scale and zero of keys per channel and class, of values per token; channel scales; bitmap; newest tokens
-        return 2 * g.kv_heads * codes + 8 * row + 4 * count + 2 * row + g.kv_heads * -(-count // 8) + 2 * full.nbytes(n - count)
+        fixed = 2 * g.kv_heads * codes + 8 * row + 4 * count * per_token + 2 * row + g.kv_heads * -(-count // 8)
+        return fixed + 2 * full.nbytes(n - count)

@@ -36,6 +36,8 @@ class Quantizer(Policy):
         sink: first tokens, kept in full.
         plain_keys: keys are coded before RoPE.
         codes_first: a new token is coded before it is attended to; else after.
+        keeps_codes: (with ``codes_first``) every token and KV head has its codes and metadata for itself, so that what an evictor
+            keeps, keeps its codes; else it is coded anew.
         period: tokens after which the ratio to FullKV has been at its highest.
     """
 
@@ -46,6 +48,7 @@ class Quantizer(Policy):
     sink = 0
     plain_keys = False
     codes_first = False
+    keeps_codes = False
     period = 1
 
     def __post_init__(self):

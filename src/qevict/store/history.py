@@ -135,7 +135,7 @@ class HistoryLayer:
         Args:
             k, v: ``[b, H, n, d]`` after RoPE, to choose from.
             score: ``[b, H, n]`` what they have collected.
-            again: this is not the first selection.
+            again: this is not the first selection: they are stored here already.
 
         Returns:
             ``[b, H, count]`` what the kept ones have collected.
@@ -151,14 +151,20 @@ class HistoryLayer:
         index = (~candidate | (tier == FULL)).nonzero()[:, -1].view(*score.shape[:2], count)
         if self.policy.plain_keys:
             self.position = self.positions(n).expand(score.shape).gather(-1, index).int()
-        take = index.unsqueeze(-1).expand(-1, -1, -1, k.shape[-1])
-        self.clear()
         self.regroup(index, score)
-        self.fill(k.gather(2, take), v.gather(2, take))
+        if again and self.policy.keeps_codes:
+            self.keys.take(index)
+            self.values.take(index)
+            self.n = self.base = count
+        else:
+            take = index.unsqueeze(-1).expand(-1, -1, -1, k.shape[-1])
+            self.clear()
+            self.fill(k.gather(2, take), v.gather(2, take))
         return score.gather(-1, index)
 
     def regroup(self, index: Tensor, score: Tensor) -> None:
-        """For methods that classify tokens: only those at ``index [b, H, count]`` are left; ``score [b, H, n]`` they collected."""
+        """For methods that classify tokens: only those at ``index [b, H, count]`` will be left; ``score [b, H, n]`` they
+        collected."""
 
     def remember(self, score: Tensor) -> None:
         """Scores ``[b, H, n]`` that count for the next selection."""

@@ -1,7 +1,8 @@
 """Non-uniform codes with outliers in full, as KVQuant defines them (arXiv 2401.18079, sections 3.2 to 3.4).
 
 A value is shifted and scaled to ``y`` in [-1, 1] and stored as the index of the nearest of ``2^b`` centroids. The ``m`` outliers
-of a token's row (all KV heads together) are stored apart, as value and index, in fixed slots.
+of a token's row (all KV heads together) are stored apart, as value and index, in fixed slots. With an evictor, that keeps other
+tokens in every head, each head has rows of its own.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ class NuqCodec:
         middle, half: ``[1 or b, 1, H * d]`` fp16 centre and half width of each channel's range; None: per token.
         outliers: slots of a row.
         own: the tables belong to the sequences (not to the model).
+        joint: a token's row is that of all KV heads together; else each head has a row of its own, which an evictor can then keep.
     """
 
     heads: int
@@ -104,33 +106,47 @@ class NuqCodec:
     middle: Tensor | None
     half: Tensor | None
     own: bool
+    joint: bool = True
 
     @staticmethod
-    def fields(heads: int, dim: int, bits: int, outliers: int, static: bool) -> dict[str, Field]:
-        if heads * dim > torch.iinfo(torch.int16).max:
+    def fields(heads: int, dim: int, bits: int, outliers: int, static: bool, joint: bool) -> dict[str, Field]:
+        rows, width = (1, heads * dim) if joint else (heads, dim)
+        if width > torch.iinfo(torch.int16).max:
             raise ValueError(f"{heads} KV heads of {dim} channels: outlier indices of 16 bits reach {torch.iinfo(torch.int16).max}")
         spec = {"code": Field(heads, (packed_bytes(dim, bits),), torch.uint8)}
         if not static:
-            spec |= {"middle": Field(1, (1,), HALF), "half": Field(1, (1,), HALF)}
+            spec |= {"middle": Field(rows, (1,), HALF), "half": Field(rows, (1,), HALF)}
         if outliers:
-            spec |= {"outlier": Field(1, (outliers,), HALF), "where": Field(1, (outliers,), torch.int16)}
+            spec |= {"outlier": Field(rows, (outliers,), HALF), "where": Field(rows, (outliers,), torch.int16)}
         return spec
 
     @property
     def spec(self) -> dict[str, Field]:
-        return self.fields(self.heads, self.dim, self.bits, self.outliers, self.middle is not None)
+        return self.fields(self.heads, self.dim, self.bits, self.outliers, self.middle is not None, self.joint)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """``[b, H, t, d]`` as rows ``[b, 1, t, H * d]`` if joint."""
+        return x.transpose(1, 2).flatten(2).unsqueeze(1) if self.joint else x
+
+    def _heads(self, row: Tensor) -> Tensor:
+        """The inverse."""
+        return row.squeeze(1).unflatten(-1, (self.heads, self.dim)).transpose(1, 2) if self.joint else row
+
+    def _static(self) -> tuple[Tensor, Tensor]:
+        """Centre and half width of the channels, fp32, to be broadcast over rows."""
+        rows = 1 if self.joint else self.heads
+        return tuple(m.float().view(len(m), rows, 1, -1) for m in (self.middle, self.half))
 
     def encode(self, x: Tensor) -> dict[str, Tensor]:
         """``x [b, H, t, d]`` fp32."""
-        row = x.transpose(1, 2).flatten(2)  # [b, t, H * d]
-        out, side = {}, self.outliers // 2
+        row, out, side = self._rows(x), {}, self.outliers // 2
         if self.middle is not None:
-            middle, half = self.middle.float(), self.half.float()
+            middle, half = self._static()
         else:
             (high, _), (low, _) = row.topk(side + 1), row.topk(side + 1, largest=False)
             high, low = high[..., -1:], low[..., -1:]
-            out["middle"], out["half"] = (stored(m, HALF).unsqueeze(1) for m in ((high + low) / 2, (high - low) / 2))
-            middle, half = out["middle"].squeeze(1).float(), out["half"].squeeze(1).float()
+            out["middle"], out["half"] = stored((high + low) / 2, HALF), stored((high - low) / 2, HALF)
+            middle, half = out["middle"].float(), out["half"].float()
         y = torch.where(half > 0, (row - middle) / torch.where(half > 0, half, 1), 0)
         if side:
             # of a token's own range exactly these are left out; a static range has outliers only where y leaves it
@@ -139,25 +155,22 @@ class NuqCodec:
             if self.middle is not None:
                 above, below = above.masked_fill(high <= 1, FREE), below.masked_fill(low >= -1, FREE)
             where = torch.cat((above, below), -1)
-            value = row.gather(-1, where.clamp_min(0))
-            out["outlier"], out["where"] = stored(value, HALF).unsqueeze(1), where.to(torch.int16).unsqueeze(1)
-        codes = nearest(y, self.book.float()).to(torch.uint8).unflatten(-1, (self.heads, self.dim)).transpose(1, 2)
-        return out | {"code": pack(codes, self.bits)}
+            out["outlier"], out["where"] = stored(row.gather(-1, where.clamp_min(0)), HALF), where.to(torch.int16)
+        return out | {"code": pack(self._heads(nearest(y, self.book.float()).to(torch.uint8)), self.bits)}
 
     def decode(self, data: dict[str, Tensor]) -> Tensor:
-        codes = unpack(data["code"], self.bits, self.dim).transpose(1, 2).flatten(2)
+        codes = self._rows(unpack(data["code"], self.bits, self.dim))
         book = self.book.float()
         if self.norm is not None:
             book = book * self.norm[:, :1].float() + self.norm[:, 1:].float()
         y = book.expand(len(codes), -1).gather(1, codes.flatten(1).long()).view(codes.shape)
-        static = self.middle is not None
-        middle, half = (self.middle, self.half) if static else (data["middle"].squeeze(1), data["half"].squeeze(1))
-        row = y * half.float() + middle.float()
+        middle, half = self._static() if self.middle is not None else (data["middle"].float(), data["half"].float())
+        row = y * half + middle
         if self.outliers:
-            where = data["where"].squeeze(1).long()
+            where = data["where"].long()
             where = torch.where(where < 0, row.shape[-1], where)  # a free slot writes beyond the row
-            row = torch.nn.functional.pad(row, (0, 1)).scatter_(-1, where, data["outlier"].squeeze(1).float())[..., :-1]
-        return row.unflatten(-1, (self.heads, self.dim)).transpose(1, 2)
+            row = torch.nn.functional.pad(row, (0, 1)).scatter_(-1, where, data["outlier"].float())[..., :-1]
+        return self._heads(row)
 
     def select(self, index: Tensor) -> NuqCodec:
         if not self.own:

@@ -81,6 +81,13 @@ class Growing:
         data[:, :, : rest.shape[2]] = rest
         self.data, self.count = data, rest.shape[2]
 
+    def take(self, index: Tensor) -> None:
+        """Keep the rows ``index [b, heads, count]``."""
+        old, self.count = self.data, index.shape[-1]
+        self.data = old.new_zeros(*old.shape[:2], self.field.rows(self.count, self.step), *self.field.shape)
+        wide = index.view(*index.shape, *(1 for _ in self.field.shape)).expand(-1, -1, -1, *self.field.shape)
+        self.data[:, :, : self.count] = old.gather(2, wide)
+
     def select(self, index: Tensor) -> None:
         """Keep the sequences ``index``."""
         self.data = self.data.index_select(0, index)
@@ -127,6 +134,13 @@ class Side:
             self.coded[name].append(data)
         self.tail.drop(new)
         self.count = count
+
+    def take(self, index: Tensor) -> None:
+        """Keep the tokens ``index [b, H, count]``, the first ones and coded ones, with their codes."""
+        rows = index[..., self.sink.count :] - self.sink.count
+        self.count = rows.shape[-1]
+        for tensor in self.coded.values():
+            tensor.take(rows)
 
     def read(self, lo: int, hi: int, position: Tensor) -> Tensor:
         """Tokens ``lo:hi`` as attention sees them, ``[b, H, hi - lo, d]`` fp32 after RoPE."""

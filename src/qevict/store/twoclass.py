@@ -2,6 +2,10 @@
 
 Keys: per channel over all tokens of a class. Values: channels are brought to one scale, then per token of a class over the channels
 of all KV heads (row ``r`` takes the r-th such token of every head). A bitmap names each token's class.
+
+An evictor selects more often than the method codes anew, and rounding would add up. With one, values are coded per token and KV
+head, tokens keep their class as far as the classes' sizes allow, channel scales stay and the ranges of keys only widen; what
+was coded before then gets the same codes again.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ class TwoClassLayer(HistoryLayer):
     """Codes of all tokens up to the last coding, by class; newer tokens in full."""
 
     def __init__(self, policy: ZipCache, g: Geometry, rope: Rope, view: PromptView, first: Tensor):
+        self.coded: dict[str, Tensor] = {}
         super().__init__(policy, g, rope, view, first, None)
         self.importance: Tensor | None = policy.saliency(view)  # [b, H, n] of tokens to be coded, if not their attention
 
@@ -44,11 +49,15 @@ class TwoClassLayer(HistoryLayer):
         self.n = self.base = self.count = 0
         self.tails = [Growing(batch, Field(g.kv_heads, (g.head_dim,), g.dtype), device) for _ in range(2)]
         self.bitmap = torch.zeros(batch, g.kv_heads, 0, dtype=torch.uint8, device=device)
-        self.coded: dict[str, Tensor] = {}
 
     def regroup(self, index: Tensor, score: Tensor) -> None:
-        """Kept tokens are classed anew: by the prompt's saliency, later by what they have collected."""
-        self.importance = (score if self.importance is None else self.importance).gather(-1, index)
+        """Kept tokens are classed by the prompt's saliency, later by the class they had and what they have collected."""
+        if self.importance is None:
+            new = score[..., self.count :]
+            few = self.policy.few(0, new.shape[-1])
+            high = torch.cat((self.salient(), rank_of(-new) >= few), -1)
+            self.importance = high * score.shape[-1] - rank_of(score).float()
+        self.importance = self.importance.gather(-1, index)
 
     def append(self, k: Tensor, v: Tensor) -> None:
         for tail, x in zip(self.tails, (k, v), strict=True):
@@ -75,26 +84,34 @@ class TwoClassLayer(HistoryLayer):
         weight = 2 ** torch.arange(8, device=k.device)
         padded = pad(high, (0, -target % 8)).unflatten(-1, (-1, 8))
         self.bitmap = (padded * weight).sum(-1).to(torch.uint8)
-        self.coded = {"channel": channel_scale(v).to(HALF)}
+        old = {} if self.policy.evict is None else self.coded
+        self.coded = {"channel": old.get("channel", channel_scale(v).to(HALF))}
         for name, bits, mask in self._classes(high):
             part = mask.nonzero()[:, -1].view(*mask.shape[:2], -1)  # as many in every head
             take = part.unsqueeze(-1).expand(-1, -1, -1, k.shape[-1])
-            self._encode(name, bits, k.gather(2, take), v.gather(2, take) / self.coded["channel"].float())
+            self._encode(name, bits, k.gather(2, take), v.gather(2, take) / self.coded["channel"].float(), old)
 
     def _classes(self, high: Tensor) -> list[tuple[str, int, Tensor]]:
         return [("high", self.policy.high_bits, high), ("low", self.policy.low_bits, ~high)]
 
-    def _encode(self, name: str, bits: int, k: Tensor, v: Tensor) -> None:
-        """One class, ``[b, H, r, d]`` each; row ``r`` of the values is the r-th such token of every head together."""
-        row = v.transpose(1, 2).flatten(2)
-        for kind, x, dim in (("k", k, 2), ("v", row, 2)):
+    def _encode(self, name: str, bits: int, k: Tensor, v: Tensor, old: dict[str, Tensor]) -> None:
+        """One class, ``[b, H, r, d]`` each; row ``r`` of the values is the r-th such token of every head together, or, with an
+        evictor, of each head. ``old`` are the codes before, whose ranges of keys are kept or widened."""
+        joint = self.policy.evict is None
+        row = v.transpose(1, 2).flatten(2).unsqueeze(1) if joint else v
+        for kind, x, dim in (("k", k, 2), ("v", row, 3)):
+            code, scale, zero = (f"{name}_{kind}_{part}" for part in ("code", "scale", "zero"))
             shape = (*x.shape[:dim], 1, *x.shape[dim + 1 :])
-            meta = affine(x, dim, bits) if x.shape[1] and x.shape[2] else (x.new_zeros(shape), x.new_zeros(shape))
-            scale, zero = (stored(m, HALF) for m in meta)
-            codes = quantize(x, scale.float(), zero.float(), bits)
-            if kind == "v":
-                codes = codes.unflatten(2, v.shape[1::2]).transpose(1, 2)
-            self.coded |= {f"{name}_{kind}_code": pack(codes, bits), f"{name}_{kind}_scale": scale, f"{name}_{kind}_zero": zero}
+            meta = affine(x, dim, bits) if x.shape[2] else (x.new_zeros(shape), x.new_zeros(shape))
+            if kind == "k" and x.shape[2] and code in old and old[code].shape[2]:
+                low, step = (old[m].float() for m in (zero, scale))
+                low, high = low.minimum(meta[1]), (low + step * (2**bits - 1)).maximum(x.amax(2, keepdim=True))
+                meta = (high - low) / (2**bits - 1), low
+            self.coded[scale], self.coded[zero] = (stored(m, HALF) for m in meta)
+            codes = quantize(x, self.coded[scale].float(), self.coded[zero].float(), bits)
+            if kind == "v" and joint:
+                codes = codes.squeeze(1).unflatten(2, v.shape[1::2]).transpose(1, 2)
+            self.coded[code] = pack(codes, bits)
 
     def read(self, lo: int, hi: int) -> tuple[Tensor, Tensor]:
         parts = [[], []]
@@ -126,8 +143,8 @@ class TwoClassLayer(HistoryLayer):
         def codes(packed: Tensor) -> Tensor:
             return unpack(packed.gather(2, rank.unsqueeze(-1).expand(-1, -1, -1, packed.shape[-1])), bits, dim)
 
-        def of_row(meta: Tensor) -> Tensor:  # [b, r, 1] -> [b, H, t, 1]
-            return meta[:, None, :, 0].expand(-1, rank.shape[1], -1).gather(2, rank).unsqueeze(-1).float()
+        def of_row(meta: Tensor) -> Tensor:  # [b, 1 or H, r, 1] -> [b, H, t, 1]
+            return meta[..., 0].expand(-1, rank.shape[1], -1).gather(2, rank).unsqueeze(-1).float()
 
         k = codes(data["k_code"]) * data["k_scale"].float() + data["k_zero"].float()
         v = codes(data["v_code"]) * of_row(data["v_scale"]) + of_row(data["v_zero"])
