@@ -87,8 +87,9 @@ def causal_attention(q: Tensor, k: Tensor, real: Tensor, scaling: float, rows: T
     length = q.shape[-2]
     part = q[:, :, rows].float().unflatten(1, (k.shape[1], -1))
     visible = (torch.arange(length, device=k.device) <= rows[:, None]) & real[:, None, :]
-    logits = (part @ k.float().transpose(-1, -2).unsqueeze(2) * scaling).masked_fill(~visible[:, None, None], float("-inf"))
-    return logits.softmax(-1).nan_to_num_()
+    # a group's queries are rows of one product: broadcasting would copy the keys for each of them
+    logits = (part.flatten(2, 3) * scaling @ k.float().transpose(-1, -2)).unflatten(2, part.shape[2:4])
+    return logits.masked_fill_(~visible[:, None, None], float("-inf")).softmax(-1).nan_to_num_()
 
 
 def causal_attention_mass(q: Tensor, k: Tensor, real: Tensor, scaling: float, last: int | None) -> Tensor:
