@@ -179,7 +179,7 @@ def candidates(score, candidate=None, unit=None, even=1, peak=None, weight=None)
     """What a policy is asked to rank: ``score [..., G, U]``, all of them candidates in the order of their ids unless said."""
     unit = torch.arange(score.shape[-1]).expand(score.shape) if unit is None else unit
     even = torch.as_tensor(even).view((1,) * score.ndim)
-    return Candidates(unit, unit >= 0 if candidate is None else candidate, score, peak, weight, even, even)
+    return Candidates(unit, unit >= 0 if candidate is None else candidate, score, peak, weight, even, even, torch.zeros_like(even))
 
 
 # -- a fused kernel against the reference ------------------------------------------------------------------------------
@@ -190,6 +190,7 @@ METHODS = {
     "heads": (QEvict(granularity="kv_head", window=4, key_bits=3, value_bits=4, meta="uint8"), 0.4),
     "wide": (QEvict(key_bits=8, value_bits=2, value_group=8, meta="bfloat16", promotion="off"), 0.5),
     "long windows": (QEvict(window=24, interval=5, key_bits=4, value_bits=3, meta="float32"), 0.6),
+    "shared": (QEvict(q=1, granularity="kv_head", shares="layers", window=4, value_bits=3, meta="uint8"), 0.25),
     "snapkv": (SnapKV(observe=8), 0.3),
     "ragged": (AdaKV(observe=8), 0.3),
     "peaks": (DefensiveKV(observe=8), 0.3),

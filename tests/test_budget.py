@@ -27,6 +27,8 @@ POLICIES = {
     "qevict-8-bit-fp32": QEvict(key_bits=8, value_bits=8, meta="float32"),
     "qevict-interval-3": QEvict(interval=3, promotion="off"),
     "qevict-interval-20": QEvict(interval=20, window=6, promotion="original_only"),
+    "qevict-shared": QEvict(q=1, granularity="kv_head", shares="layers", meta="uint8"),
+    "qevict-shared-off": QEvict(promotion="off", granularity="kv_head", shares="heads", window=4),
     "qevict-token": QEvict(window=1, q=0, sink=0),
     "qevict-all-routing": QEvict(prompt_mass="all", score_source="routing_step", local_fraction=0.6, q=0.3),
     "snapkv": SnapKV(),
@@ -146,6 +148,22 @@ def test_layouts_never_exceed_the_budget(name):
                     # the local region, a unit in progress and the tokens up to the next event fit into the protected units
                     assert layout.protected * layout.window >= layout.local + layout.interval
     assert feasible > 1000
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("fraction", [0.05, 0.2])
+def test_long_budgets_grow_in_steps_of_less_than_half_a_percent(name, fraction):
+    """A pool is copied when it grows, so it must not at every event; what is granted late is little."""
+    policy, g, budget, prompt = POLICIES[name], geometry_of(tiny("llama").config, torch.float16), Budget(fraction), 8000
+    steps = range(prompt, prompt + 640, 8)
+    layouts = [policy.slots(g, budget, prompt, seen) for seen in steps]
+    if budget.resolve(g, prompt, prompt) and layouts[0].persistent_bytes is not None:
+        costs = policy.costs(g, layouts[0].sink)
+        unit = g.layers * max(costs.full_unit, costs.code_unit)
+        for seen, layout in zip(steps, layouts, strict=True):
+            allowed = budget.resolve(g, prompt, seen)
+            assert 0 <= allowed - layout.persistent_bytes <= 0.004 * allowed + unit
+        assert len({(x.dense, x.codes) for x in layouts}) <= 640 // 16 + 1
 
 
 @pytest.mark.parametrize("fraction", [0.3, 0.5, 0.9])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -253,6 +254,8 @@ class Oracle:
         """Tiers after an event against the slow re-selection."""
         arena = self.cache.store
         layout = arena.layouts[place[1]]
+        if self.policy.shares and self.policy.shared == "codes":  # how many each head gets is tested in test_policies.py
+            layout = replace(layout, codes=int(arena.coded.ragged[place]))
         if isinstance(self.policy, AdaKV | CriticalKV):  # who is chosen is tested with the methods; here, what becomes of it
             want = {u: after[u]["tier"] if u in after else EVICTED for u in before}
         else:
@@ -321,6 +324,12 @@ ORACLES = {
     "promotion-off": (QEvict(q=0.4, promotion="off"), 30_000, {"demoted first", "evicted"}),
     "original-only": (QEvict(q=0.4, promotion="original_only", last_queries=1), 24_000, {"demoted first", "evicted"}),
     "binary": (QEvict(q=0), 24_000, {"evicted from full, first"}),
+    "shared-layers": (QEvict(q=1, granularity="kv_head", shares="layers", window=4), 34_000, {"demoted first", "evicted"}),
+    "shared-heads": (
+        QEvict(q=0.6, granularity="kv_head", shares="heads", promotion="off", meta="uint8", interval=6),
+        26_000,
+        {"demoted first", "evicted"},
+    ),
     "snapkv": (SnapKV(observe=8, interval=4), 24_000, {"evicted from full, first"}),
     "adakv": (AdaKV(observe=8, interval=4), 24_000, {"evicted from full, first"}),
     "criticalkv": (CriticalKV(observe=8, interval=4), 24_000, {"evicted from full, first"}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 
 import numpy as np
 import pytest
@@ -401,6 +401,34 @@ def test_adakv_spreads_slots_that_no_candidate_needs():
     score = torch.rand(1, 3, 4)
     candidate = torch.zeros(1, 3, 4, dtype=torch.bool)
     assert AdaKV().allocate(candidates(score, candidate, even=5)).flatten().tolist() == [5, 5, 5]
+
+
+@pytest.mark.parametrize("shares", ["heads", "layers"])
+def test_coded_windows_are_shared_by_where_the_best_are(shares):
+    """Against a count over the sorted list, ties apart; the windows that stay in full do not compete."""
+    rng, full, even = np.random.default_rng(3), 2, 7
+    score = torch.from_numpy(rng.random((3, 2, 4, 30)).astype(np.float32)) ** torch.tensor([1.0, 4.0, 9.0]).view(3, 1, 1, 1)
+    policy = QEvict(granularity="kv_head", shares=shares, promotion="off")
+    c = candidates(score, torch.from_numpy(rng.random(score.shape) < 0.8), even=even)
+    got = policy.share(replace(c, full=torch.full_like(c.even, full)))
+    assert int(got.full) == full and got.codes.shape == (3, 2, 4, 1)
+    for b in range(2):
+        rest = []
+        for i in range(3):
+            for h in range(4):
+                mine = sorted((float(s), i, h) for s, ok in zip(score[i, b, h], c.candidate[i, b, h], strict=True) if ok)
+                rest += mine[:-full]
+        layers = [range(3)] if shares == "layers" else [[i] for i in range(3)]
+        for together in layers:
+            best = sorted(x for x in rest if x[1] in together)[-even * 4 * len(together) :]
+            for i in together:
+                assert got.codes[i, b, :, 0].tolist() == [sum(x[1:] == (i, h) for x in best) for h in range(4)]
+
+
+@pytest.mark.parametrize("wrong", [{}, {"granularity": "kv_head"}, {"q": 1}, {"granularity": "kv_head", "q": 0}], ids=str)
+def test_sharing_needs_heads_that_choose_and_codes_that_stay(wrong):
+    with pytest.raises(ValueError, match=r"set method.granularity=kv_head, and method.q=1 or method.promotion=off"):
+        QEvict(shares="layers", **wrong)
 
 
 def test_criticalkv_takes_the_first_stage_by_score_and_the_rest_by_value():

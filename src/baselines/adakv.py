@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from baselines.snapkv import SnapKV
+from qevict.allocation import best_per_head, exact_sum
 from qevict.policy import Candidates, rank_of
 
 
@@ -49,20 +50,3 @@ class AdaKV(SnapKV):
         if self.safeguard == "blend":
             share = share * (1 - self.alpha) + (self.alpha * full).floor()
         return exact_sum(share, heads * full)
-
-
-def best_per_head(priority: Tensor, candidate: Tensor, total: Tensor) -> Tensor:
-    """How many of a layer's best ``total [..., 1, 1]`` entries each head has, ``[..., H, 1]``; ``priority [..., H, U]`` is -inf
-    where ``candidate`` is False."""
-    best = rank_of(priority.flatten(-2)).view_as(priority) < total  # in the order of the whole layer
-    return (best & candidate).sum(-1, keepdim=True).float()
-
-
-def exact_sum(share: Tensor, total: Tensor) -> Tensor:
-    """Integers ``[..., H, 1]`` near ``share`` that sum to ``total [..., 1, 1]``: what is missing is spread evenly, then by
-    largest remainder, lower heads first."""
-    share = share + (total - share.sum(-2, keepdim=True)).clamp_min(0) / share.shape[-2]
-    whole = share.floor()
-    left = total - whole.sum(-2, keepdim=True)
-    rank = (share - whole).argsort(dim=-2, descending=True, stable=True).argsort(-2)
-    return (whole + (rank < left)).long()

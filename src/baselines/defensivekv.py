@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from baselines.adakv import best_per_head, exact_sum
 from baselines.snapkv import SnapKV, in_order
+from qevict.allocation import among_heads, among_layers
 from qevict.budget import Budget, Geometry, Layout
 from qevict.policy import Candidates, PromptView, rank_of
 
@@ -96,9 +96,7 @@ class DefensiveKV(SnapKV):
 
     def allocate(self, c: Candidates) -> Tensor:
         """Slots per head: how many of the layer's best entries it has."""
-        heads = c.unit.shape[-2]
-        priority = self.rank(c).masked_fill(~c.candidate, float("-inf"))
-        return exact_sum(best_per_head(priority, c.candidate, heads * c.even), heads * c.even)
+        return among_heads(self.rank(c), c.candidate, c.even)
 
 
 @dataclass(frozen=True)
@@ -122,11 +120,4 @@ class LayerDefensiveKV(DefensiveKV):
         return replace(layout, local=0, protected=layout.protected - local, full=layout.full + local)
 
     def allocate(self, c: Candidates) -> Tensor:
-        def together(x: Tensor) -> Tensor:  # [L, B, H, U] -> [B, L * H, U]: all heads as those of one layer
-            return x.transpose(0, 1).flatten(1, 2)
-
-        layers, batch, heads, _ = c.unit.shape
-        priority = self.rank(c).masked_fill(~c.candidate, float("-inf"))
-        total = layers * heads * c.even[0].view(-1, 1, 1)
-        share = best_per_head(together(priority), together(c.candidate), total)
-        return exact_sum(share, total).view(batch, layers, heads, 1).transpose(0, 1)
+        return among_layers(self.rank(c), c.candidate, c.even)

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from qevict.allocation import among_heads, among_layers
 from qevict.budget import Budget, Geometry, Layout, protected_units, require
-from qevict.policy import PROMOTIONS, Policy, PromptView
+from qevict.policy import PROMOTIONS, Candidates, Policy, PromptView, rank_of
 from qevict.store.codec import WindowCodec
 
 
@@ -36,6 +37,8 @@ class QEvict(Policy):
         prompt_mass: ``last`` scores the prompt by its final ``last_queries`` queries, ``all`` by every query.
         score_source: ``every_step`` or ``routing_step`` (what FlashAttention-2 allows in the paper).
         promotion: ``on``, ``off`` or ``original_only``, see :class:`Policy`.
+        shares: who shares the slots of coded windows by where the best windows are: None (all have the same), the ``heads`` of
+            a layer, or all heads of all ``layers``. Needs ``granularity=kv_head`` and no promotion (``q=1`` or ``promotion=off``).
     """
 
     window: int = 8
@@ -52,8 +55,10 @@ class QEvict(Policy):
     last_queries: int = 32
     score_source: str = "every_step"
     promotion: str = "on"
+    shares: str | None = None
 
     channels = ("score",)
+    shared = "codes"
 
     def __post_init__(self):
         super().__post_init__()
@@ -61,10 +66,10 @@ class QEvict(Policy):
             ("granularity", self.granularity, ("layer", "kv_head")),
             ("prompt_mass", self.prompt_mass, ("last", "all")),
             ("score_source", self.score_source, ("every_step", "routing_step")),
-            ("promotion", self.promotion, PROMOTIONS),
-        ):
+            ("promotion", self.promotion, PROMOTIONS), ("shares", self.shares, (None, "heads", "layers")),
+        ):  # fmt: skip
             if value not in allowed:
-                raise ValueError(f"{name}={value!r}: choose one of {', '.join(allowed)}")
+                raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, allowed))}")
         for name, value, low, high in (("q", self.q, 0, 1), ("local_fraction", self.local_fraction, 0, 1)):
             if not low <= value <= high:
                 raise ValueError(f"{name}={value:g} is outside [{low}, {high}]")
@@ -74,6 +79,11 @@ class QEvict(Policy):
         ):  # fmt: skip
             if value < low:
                 raise ValueError(f"{name}={value} is below {low}: set method.{name} to {low} or more")
+        if self.shares and (self.q == 0 or self.linked or not self.per_head):
+            raise ValueError(
+                f"shares={self.shares!r} needs coded windows that each KV head chooses and that are not promoted (q={self.q:g}, "
+                f"granularity={self.granularity!r}): set method.granularity=kv_head, and method.q=1 or method.promotion=off"
+            )
 
     @property
     def step(self) -> int:
@@ -93,7 +103,7 @@ class QEvict(Policy):
 
     @property
     def linked(self) -> bool:
-        return self.q > 0
+        return 0 < self.q < 1 and self.promotion == "on"
 
     def codec(self, g: Geometry) -> WindowCodec | None:
         if self.q == 0:
@@ -125,3 +135,9 @@ class QEvict(Policy):
         """Attention mass of the prompt's queries, mean over the heads that choose together: S_0 of the paper."""
         mass = view.mass(self.prompt_queries)
         return {"score": mass if self.per_head else mass.mean(1, keepdim=True)}
+
+    def allocate(self, c: Candidates) -> Tensor:
+        """Coded windows of each head: how many of the best it has, beside those in full."""
+        priority = self.rank(c)
+        rest = c.candidate & (rank_of(priority.masked_fill(~c.candidate, float("-inf"))) >= c.full)
+        return (among_heads if self.shares == "heads" else among_layers)(priority, rest, c.even)

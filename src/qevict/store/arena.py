@@ -68,15 +68,18 @@ class Arena:
         groups, again = policy.groups(g), not budget.once  # what only a later selection needs is not kept if there is none
         self.channels = policy.channels if again else ()
         collected = dict.fromkeys(self.channels, (torch.float32, 0.0))
-        extra = {"link": (torch.int32, EMPTY)} if policy.linked and again else {}
         if policy.weighs_values == "at_arrival" and again:
-            extra["weight"] = (torch.float16, 0.0)
+            collected["weight"] = (torch.float16, 0.0)
+        link = {"link": (torch.int32, EMPTY)} if policy.linked and again else {}
         dense = dict.fromkeys(("k", "v"), ((policy.window, g.head_dim), g.dtype))
-        slots = self._most("dense")
-        if policy.shares:
-            slots = self.limits(self.everyone, "dense").expand(*heads, 1)[..., 0]
-        self.full = Pool(heads, groups, slots, dense, collected | extra, self.device)
-        self.coded = Pool(heads, groups, self._most("codes"), self.codec.spec(), collected, self.device) if self.codec else None
+
+        def slots(tier: str, name: str) -> Tensor | int:
+            if policy.shares and policy.shared == tier:
+                return self.limits(self.everyone, name).expand(*heads, 1)[..., 0]
+            return self._most(name)
+
+        self.full = Pool(heads, groups, slots("full", "dense"), dense, collected | link, self.device)
+        self.coded = Pool(heads, groups, slots("codes", "codes"), self.codec.spec(), collected, self.device) if self.codec else None
         self.sink = torch.zeros(2, *heads, sinks, g.head_dim, dtype=g.dtype, device=self.device)
         self.write = torch.zeros(*heads, dtype=torch.int64, device=self.device)  # flat slot that new tokens go to
         self.modules: dict[int, weakref.ref] = {}  # attention modules by layer; a copied cache must not copy the model
@@ -339,9 +342,12 @@ class Arena:
             if pool is not None and pool.ragged is None and self._most(name) > pool.slots:
                 self._resize(pool, self._most(name))
         route(self, rows)
-        if self.coded is not None and self._most("codes") < self.coded.slots:  # the budget went to full slots instead
-            moved, link = self.coded.shrink(self._most("codes")), self.full.grid("link")
-            self.full.put("link", torch.where(link >= 0, moved.gather(-1, link.clamp_min(0).long()), link))
+        if self.coded is not None and self.coded.ragged is None and self._most("codes") < self.coded.slots:
+            # the budget went to full slots instead
+            moved = self.coded.shrink(self._most("codes"))
+            if self.policy.linked:
+                link = self.full.grid("link")
+                self.full.put("link", torch.where(link >= 0, moved.gather(-1, link.clamp_min(0).long()), link))
         self.event_rows = sorted({*self.event_rows, *rows})
         self.count_evicted()
         return True

@@ -29,8 +29,8 @@ def ingest(arena: Arena, layer: int, view: PromptView) -> None:
     if policy.shares is None or arena.layouts[0].interval is None:
         _store(arena, layer, k, v, c)
     elif policy.shares == "heads":
-        c = replace(c, full=policy.allocate(c))
-        _assign(arena, layer, c.full)
+        c = policy.share(c)
+        _assign(arena, layer, c)
         _store(arena, layer, k, v, c)
     else:
         arena.held[layer] = (k, v, c)
@@ -40,18 +40,21 @@ def ingest(arena: Arena, layer: int, view: PromptView) -> None:
 
 def _commit(arena: Arena) -> None:
     """Let all layers share their slots, then store them; each is let go of before the next is stored."""
-    layers = range(arena.geometry.layers)
-    full = arena.policy.allocate(Candidates.stack([arena.held[i][2] for i in layers]))
+    policy, layers = arena.policy, range(arena.geometry.layers)
+    units = policy.allocate(Candidates.stack([arena.held[i][2] for i in layers]))
+    each = [replace(arena.held[i][2], **{policy.shared: units[i]}) for i in layers]
     for i in layers:
-        _assign(arena, i, full[i])
+        _assign(arena, i, each[i])
     for i in layers:
-        k, v, c = arena.held.pop(i)
-        _store(arena, i, k, v, replace(c, full=full[i]))
+        k, v, _ = arena.held.pop(i)
+        _store(arena, i, k, v, each[i])
 
 
-def _assign(arena: Arena, layer: int, full: Tensor) -> None:
-    protected = arena.limits(arena.everyone, "protected")[0]
-    arena.full.assign(layer, (full + protected).squeeze(-1))
+def _assign(arena: Arena, layer: int, c: Candidates) -> None:
+    if arena.policy.shared == "codes":
+        arena.coded.assign(layer, c.codes.squeeze(-1))
+    else:
+        arena.full.assign(layer, (c.full + arena.limits(arena.everyone, "protected")[0]).squeeze(-1))
 
 
 def _candidates(arena: Arena, layer: int, view: PromptView) -> Candidates:
@@ -70,7 +73,7 @@ def _candidates(arena: Arena, layer: int, view: PromptView) -> Candidates:
         weight = by_unit(projected_norm(view.v, arena.modules[layer]())).mean(-1)
     elif policy.weighs_values == "at_arrival":
         weight = by_unit(arena.weigh(layer, view.v)).mean(-1)
-    even = arena.limits(arena.everyone, "full")[0]
+    even, full, codes = (arena.limits(arena.everyone, name)[0] for name in (policy.shared, "full", "codes"))
     return Candidates(
         unit=unit,
         candidate=held.any(-1) & arena.aged(unit.unsqueeze(0), arena.everyone)[0],
@@ -78,16 +81,15 @@ def _candidates(arena: Arena, layer: int, view: PromptView) -> Candidates:
         peak=collected.get("peak"),
         weight=weight,
         even=even,
-        full=even,
+        full=full,
+        codes=codes,
     )
 
 
 def _store(arena: Arena, layer: int, k: Tensor, v: Tensor, c: Candidates) -> None:
     """Select, and put every chosen unit into a slot. k, v ``[B, H, T, d]`` after RoPE."""
     policy = arena.policy
-    codes = arena.limits(arena.everyone, "codes")[0]
-    none_coded = torch.zeros_like(c.candidate)
-    tier = select(policy.rank(c), c.unit, c.candidate, none_coded, c.full, codes, policy.promotion)
+    tier = select(policy.rank(c), c.unit, c.candidate, torch.zeros_like(c.candidate), c.full, c.codes, policy.promotion)
     exists = arena.held_tokens(c.unit).unflatten(-1, (-1, policy.window)).any(-1)
     in_full = exists & (~c.candidate | (tier == FULL))
     _place(arena, arena.full, layer, in_full, c, lambda b, h, u: _gather(arena, k, v, b, h, u))

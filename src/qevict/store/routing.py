@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from qevict.engine.reference import projected_norm
 from qevict.policy import CODED, EVICTED, FULL, Candidates, select
-from qevict.store.pool import EMPTY, ledger, pair
+from qevict.store.pool import EMPTY, Pool, ledger, pair
 
 if TYPE_CHECKING:
     from qevict.store.arena import Arena
@@ -37,12 +36,13 @@ def route(arena: Arena, rows: list[int]) -> None:
     coded[..., n:] = True
     if policy.linked:
         coded[..., :n] = arena.full.grid("link")[:, index] >= 0
-    candidate, even = arena.aged(unit, rows), arena.limits(rows, "full")
+    candidate = arena.aged(unit, rows)
     weight = _norms(arena, index) if policy.weighs_values == "at_event" else collected("weight")
-    c = policy.refresh(Candidates(unit, candidate, score, collected("peak"), weight, even, even))
+    room = (arena.limits(rows, name) for name in (policy.shared, "full", "codes"))
+    c = policy.refresh(Candidates(unit, candidate, score, collected("peak"), weight, *room))
     if policy.shares:
-        c = replace(c, full=policy.allocate(c))
-    tier = select(policy.rank(c), unit, candidate, coded, c.full, arena.limits(rows, "codes"), policy.promotion)
+        c = policy.share(c)
+    tier = select(policy.rank(c), unit, candidate, coded, c.full, c.codes, policy.promotion)
     drop, demote, promote = (candidate & (tier == t) for t in (EVICTED, CODED, FULL))
     if arena.coded is None:
         grid = arena.full.grid("unit")
@@ -51,11 +51,17 @@ def route(arena: Arena, rows: list[int]) -> None:
         grid[:, index] = part
         arena.full.put("unit", grid)
         if policy.shares:
-            slots = arena.full.ragged.clone()
-            slots[:, index] = (c.full + arena.limits(rows, "protected")).squeeze(-1).to(slots.dtype)
-            arena.full.repartition(slots)
+            arena.full.repartition(_shares(arena.full, index, c.full + arena.limits(rows, "protected")))
     else:
-        _move(arena, index, drop, demote[..., :n], promote[..., n:])
+        slots = _shares(arena.coded, index, c.codes) if policy.shares else None
+        _move(arena, index, drop, demote[..., :n], promote[..., n:], slots)
+
+
+def _shares(pool: Pool, rows: Tensor, units: Tensor) -> Tensor:
+    """``[L, B, H]`` slots of every head; ``units [L, rows, H, 1]`` are new."""
+    slots = pool.ragged.clone()
+    slots[:, rows] = units.squeeze(-1).to(slots.dtype)
+    return slots
 
 
 def _norms(arena: Arena, rows: Tensor) -> Tensor:
@@ -72,14 +78,16 @@ def _norms(arena: Arena, rows: Tensor) -> Tensor:
     return torch.stack(out)
 
 
-def _move(arena: Arena, rows: Tensor, drop: Tensor, demote: Tensor, promote: Tensor) -> None:
+def _move(arena: Arena, rows: Tensor, drop: Tensor, demote: Tensor, promote: Tensor, shares: Tensor | None) -> None:
     """Free, encode on first demotion, decode on promotion.
 
     Masks ``[L, rows, G, slots]``: ``drop`` over the slots of both pools, ``demote`` over the full ones, ``promote`` over the coded.
+    ``shares [L, B, H]`` are the slots that heads get for their codes, if they share them.
     """
-    n, unit = arena.full.slots, arena.full.grid("unit")
-    code_unit, link = arena.coded.grid("unit"), arena.full.grid("link")
-    score, code_score = arena.full.grid("score"), arena.coded.grid("score")
+    n = arena.full.slots
+    full, codes = ({name: pool.grid(name) for name in pool.record} for pool in arena.pools)
+    unit, code_unit = full["unit"], codes["unit"]
+    both = full.keys() & codes.keys()  # id and what a unit has collected
 
     def at(mask: Tensor) -> Place:
         layer, row, group, slot = mask.nonzero(as_tuple=True)
@@ -88,17 +96,25 @@ def _move(arena: Arena, rows: Tensor, drop: Tensor, demote: Tensor, promote: Ten
     # evicted: both copies are freed
     gone = at(drop[..., n:])
     code_unit[gone] = EMPTY
-    gone = at(drop[..., :n])
-    owned = link[gone] >= 0
-    code_unit[(*(x[owned] for x in gone[:3]), link[gone][owned].long())] = EMPTY
+    gone, link = at(drop[..., :n]), full.get("link")
+    if link is not None:
+        owned = link[gone] >= 0
+        code_unit[(*(x[owned] for x in gone[:3]), link[gone][owned].long())] = EMPTY
+        link[gone] = EMPTY
     unit[gone] = EMPTY
-    link[gone] = EMPTY
     # demoted again: the ledger's code becomes the one that is read
-    back = at(demote & (link[:, rows] >= 0))
-    slot = (*back[:3], link[back].long())
-    code_unit[slot], code_score[slot] = unit[back], score[back]
-    unit[back] = EMPTY
-    link[back] = EMPTY
+    if link is not None:
+        back = at(demote & (link[:, rows] >= 0))
+        slot = (*back[:3], link[back].long())
+        for name in both:
+            codes[name][slot] = full[name][back]
+        unit[back] = EMPTY
+        link[back] = EMPTY
+    if shares is not None:
+        arena.coded.put("unit", code_unit)
+        arena.coded.repartition(shares)
+        codes = {name: arena.coded.grid(name) for name in arena.coded.record}
+        code_unit = codes["unit"]
     # demoted for the first time: encoded, written once
     for source, target in _match(demote & (unit[:, rows] >= 0), code_unit, rows):
         ids = unit[source]
@@ -109,10 +125,11 @@ def _move(arena: Arena, rows: Tensor, drop: Tensor, demote: Tensor, promote: Ten
         index = arena.coded.index(*target)
         for name, value in data.items():
             arena.coded.payload[name][index] = value
-        code_unit[target], code_score[target] = ids, score[source]
+        for name in both:
+            codes[name][target] = full[name][source]
         unit[source] = EMPTY
     # promoted: the same approximation at full precision, its code stays in the ledger
-    for source, target in _match(promote, unit, rows):
+    for source, target in _match(promote, unit, rows) if link is not None else ():
         ids = code_unit[source]
         index = arena.coded.index(*source)
         data = {name: flat[index] for name, flat in arena.coded.payload.items()}
@@ -121,13 +138,13 @@ def _move(arena: Arena, rows: Tensor, drop: Tensor, demote: Tensor, promote: Ten
         index = arena.full.index(*target)
         arena.full.payload["k"][index] = k.to(arena.geometry.dtype)
         arena.full.payload["v"][index] = arena.codec.decode_values(data).to(arena.geometry.dtype)
-        unit[target], score[target], link[target] = ids, code_score[source], source[3].to(link.dtype)
+        for name in both:
+            full[name][target] = codes[name][source]
+        link[target] = source[3].to(link.dtype)
         code_unit[source] = ledger(ids)
-    for pool, name, grid in (
-        (arena.full, "unit", unit), (arena.full, "score", score), (arena.full, "link", link),
-        (arena.coded, "unit", code_unit), (arena.coded, "score", code_score),
-    ):  # fmt: skip
-        pool.put(name, grid)
+    for pool, grids in ((arena.full, full), (arena.coded, codes)):
+        for name, grid in grids.items():
+            pool.put(name, grid)
 
 
 def _match(items: Tensor, free_unit: Tensor, rows: Tensor) -> Iterator[tuple[Place, Place]]:
