@@ -15,8 +15,8 @@ test: .venv/.stamp  ## set up, then run the tests
 test-all: .venv/.stamp  ## the tests, slow ones included
 	$(PY) -m pytest
 
-report: .venv/.stamp  ## all tables, figures and results/report.html from the records
-	$(PY) scripts/report.py
+report: .venv/.stamp  ## all tables, figures, results/report.html and README's table from the records
+	$(PY) scripts/report.py --readme README.md
 
 lint: .venv/.stamp  ## check style
 	$(PY) -m ruff check .

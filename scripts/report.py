@@ -1,6 +1,6 @@
 """All tables, all figures, and one page that shows them: report.html, which opens from disk.
 
-python scripts/report.py [experiment ...] [--scale paper] [--out results] [--wandb]
+python scripts/report.py [experiment ...] [--scale paper] [--out results] [--readme README.md] [--wandb]
 """
 
 from __future__ import annotations
@@ -9,18 +9,22 @@ import argparse
 import sys
 from pathlib import Path
 
+OVERVIEW = {"KL (nat)": ("fidelity-cpu", "KL, nat"), "RULER (%)": ("table2-cpu-1024", "mean")}  # table and column by name
+MARKS = ("<!-- by `make report` -->", "<!-- end -->")
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("experiments", nargs="*", help="none: all")
     parser.add_argument("--scale", default="cpu", help="cpu (default) or paper")
     parser.add_argument("--out", type=Path, default=Path("results"), help="gets report.html, tables/ and figures/")
+    parser.add_argument("--readme", type=Path, help="file whose marked block gets the table of `fidelity` and `table2`")
     parser.add_argument("--wandb", action="store_true", help="log tables and figures to the sweep's group, offline")
     o = parser.parse_args()
     from evals.figures import figures  # late: --help does not wait for torch
     from evals.loggers import log_report
     from evals.page import each, page
-    from evals.render import write
+    from evals.render import between, overview, write
     from evals.tables import grids
 
     parts = []
@@ -29,14 +33,22 @@ def main() -> int:
         made = grids(experiment)
         for grid in made:
             write(grid, o.out / "tables")
-        drawn = figures(experiment, o.out / "figures") or sorted((o.out / "mechanism").glob(f"{experiment.name}.png"))
+        drawn = figures(experiment, o.out / "figures")
         parts.append((experiment, made, drawn))
         if o.wandb:
-            log_report(experiment.sweep, made, parts[-1][2], o.out)
+            log_report(experiment.sweep, made, drawn, o.out)
 
     status = each(o.experiments, o.scale, make)
+    o.out.mkdir(parents=True, exist_ok=True)
     (o.out / "report.html").write_text(page(parts), "utf-8")
     print(f"page: {o.out / 'report.html'}")
+    if o.readme is not None:
+        by_name = {grid.name: grid for _, made, _ in parts for grid in made}
+        if not by_name.keys() >= {grid for grid, _ in OVERVIEW.values()}:
+            print(f"error: {o.readme} is as it was: the tables of fidelity and table2 at scale=cpu are needed", file=sys.stderr)
+            return 1
+        table = overview({name: (by_name[grid], column) for name, (grid, column) in OVERVIEW.items()})
+        o.readme.write_text(between(o.readme.read_text("utf-8"), *MARKS, f"\n\n{table}\n\n"), "utf-8")
     return status
 
 

@@ -21,9 +21,12 @@ def main() -> int:
     from evals.tables import grids
 
     def tables(experiment):
-        for grid in grids(experiment):
+        made = grids(experiment)
+        for grid in made:
             write(grid, o.out)
             print(markdown(grid) if o.experiments else f"table: {o.out / grid.name}.md")
+        if not made:
+            print(f"{experiment.sweep}: no records yet, make them with `{experiment.command}`")
 
     return each(o.experiments, o.scale, tables)
 

@@ -1,5 +1,8 @@
 """Errors of codes against arithmetic of our own; tables and figures of the diagnostics from records that are written here."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -11,9 +14,12 @@ from evals.diagnostics import codecs, figures, tables
 from evals.diagnostics.codecs import CodecErrors, bits_per_element, coded, errors
 from evals.diagnostics.metrics import TIERS
 from evals.diagnostics.task import pooled
-from evals.experiment import Cell, Experiment
+from evals.experiment import Cell, Experiment, load
+from evals.figures import figures as figures_of
 from evals.lookup import Record
+from evals.page import page
 from evals.render import markdown
+from evals.tables import grids
 from qevict.hf.rope import Rope
 from qevict.store.codec import WindowCodec
 
@@ -105,14 +111,16 @@ class Recorded(Experiment):
         out = {}
         for shift, cell in enumerate(self.cells):
             out[cell.name] = Record(None, cell.name)
-            out[cell.name].__dict__["rows"] = [row(i, 0.1 + 0.1 * i + 0.05 * shift, 1.0 - 0.25 * shift) for i in range(3)]
+            rows = [row(i, 0.1 + 0.1 * i + 0.05 * shift, 1.0 - 0.25 * shift) for i in range(3)]
+            status = {"state": "done", "total": 3} if shift == 0 else {"state": "running", "total": 21}
+            out[cell.name].__dict__.update(rows=rows, status=status, card={"benchmark": "mechanism"}, start={})
         return out
 
 
 @pytest.fixture
 def experiment():
     task = {"_target_": "evals.diagnostics.task.Mechanism", "context": 80, "forced": 16, "sources": ["x"]}
-    config = OmegaConf.create({"task": task, "model": {"path": "smollm2-135m"}, "budget": 0.2})
+    config = OmegaConf.create({"task": task, "model": {"path": "smollm2-135m"}, "budget": 0.2, "results_dir": "r/runs"})
     made = [Cell(f"c{i}", {"method": label, "budget": "20 %"}, config) for i, label in enumerate(("promotion on", "promotion off"))]
     return Recorded(
         "t", "cpu", "Title", tables.T18, (), ("fmm", "kl", "qsa_lowest_head", "ttr_pooled", "promotions"), None, tuple(made)
@@ -123,7 +131,8 @@ def test_values_differences_and_changes(experiment):
     values, differences, changes = (markdown(g) for g in tables.grids(experiment))
     # FMM 10, 20, 30 % of three texts: mean 20, beside the paper's 16.1; then five points more on each of the texts
     assert "| promotion on | 3 | 20.00 (10.00 to 30.00) [16.1] | 1.0000 (1.0000 to 1.0000) | 0.7000 | 5.0 | 12 [639] |" in values
-    assert "| promotion off | 3 | 25.00 (15.00 to 35.00) [16.8] |" in values
+    assert "| promotion off | 3 of 21 | 25.00 (15.00 to 35.00) [16.8] |" in values
+    assert "Protocol: benchmark mechanism." in values and "experiment=t scale=cpu` from the samples in r/runs" in values
     assert "| minus promotion on | FMM, % | KL, nat |" in differences
     assert "| promotion off | 5.00 (5.00 to 5.00) | -0.2500 (-0.2500 to -0.2500) |" in differences
     # errors of 2 % before and 3, 4, 5 % after
@@ -156,3 +165,58 @@ def test_figures_are_written(experiment, tmp_path):
         figures.codec_errors(coded, tmp_path / "d.png"),
     ):
         assert path.stat().st_size > 5000 and path.with_suffix(".svg").is_file()
+
+
+def written(name: str, where: Path, many: int, make) -> Experiment:
+    """An experiment whose first ``many`` cells have run directories, each with two rows as ``make`` gives them by number."""
+    experiment = load(name, overrides=[f"results_dir={where}"])
+    for cell in experiment.cells[:many]:
+        folder = where / cell.name
+        folder.mkdir(parents=True)
+        OmegaConf.save(cell.config, folder / "config.yaml")
+        (folder / "samples.jsonl").write_text("".join(json.dumps(make(i)) + "\n" for i in range(2)))
+        (folder / "status.json").write_text(json.dumps({"state": "done", "done": 2, "total": 2, "error": None}))
+    return experiment
+
+
+def error_row(i: int) -> dict:
+    errors = {n: [[0.1 * (1 + i), 0.2]] for n in codecs.VARIANTS}
+    means = {n: float(np.mean(x)) for n, x in errors.items()}
+    return {"id": f"x-{i}", "task": "x", "prompt_sha": "p", "status": "ok", "score": 0.5, "errors": means, "errors_by_head": errors}
+
+
+SHOWN = {  # tables and figures of each experiment once its first two cells have records
+    "table14": (["table14-cpu", "table14-cpu-paired"], []),
+    "table15": (["table15-cpu", "table15-cpu-paired"], []),
+    "table16": (["table16-cpu", "table16-cpu-paired"], []),
+    "table18": (["table18-cpu", "table18-cpu-paired", "table18-cpu-changes"], ["table18-cpu"]),
+    "figure1": (["figure1-cpu", "figure1-cpu-paired"], ["figure1-cpu"]),
+    "rankers": (["rankers-cpu", "rankers-cpu-paired"], []),
+    "codecs": (["codecs-cpu", "codecs-cpu-paired"], []),
+    "codec_errors": (["codec_errors-cpu"], ["codec_errors-cpu"]),
+    "drift": (["drift-cpu", "drift-cpu-paired"], ["drift-cpu"]),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_every_experiment_is_made_and_shown_by_its_name(name, tmp_path):
+    none = load(name, overrides=[f"results_dir={tmp_path}/none"])
+    assert grids(none) == [] and figures_of(none, tmp_path / "drawn") == []
+    assert f"<code>python run.py -m experiment={name} scale=cpu</code></li>" in page([(none, [], [])])
+    make = error_row if name == "codec_errors" else lambda i: row(i, 0.1 + 0.1 * i, 1.0)
+    experiment = written(name, tmp_path / "runs", 2, make)
+    made, drawn = grids(experiment), figures_of(experiment, tmp_path / "drawn")
+    assert ([g.name for g in made], [f.stem for f in drawn]) == SHOWN[name]
+    if drawn:
+        again = figures_of(experiment, tmp_path / "again")[0]
+        assert drawn[0].with_suffix(".svg").read_bytes() == again.with_suffix(".svg").read_bytes()
+        assert again.with_suffix(".pdf").is_file()
+    shown = page([(experiment, made, drawn)])
+    assert shown.count("<img ") == len(drawn) and all(f'<h3 id="{g.name}">' in shown for g in made)
+    states = [r[1].plain() for r in made[0].rows]
+    if name != "codec_errors":
+        assert states == ["2", "2", *["missing"] * (len(experiment.cells) - 2)]
+
+
+def test_a_comparison_needs_two_arms(tmp_path):
+    assert figures_of(written("table18", tmp_path / "runs", 1, lambda i: row(i, 0.1, 1.0)), tmp_path / "drawn") == []

@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 from evals.experiment import load
 from evals.figures import figures
 from evals.page import page
-from evals.render import comma_separated, latex, markdown
+from evals.render import between, comma_separated, latex, markdown, overview
 from evals.report import COLORS, STYLES
-from evals.tables import PAPER, Entry, grids, leaders, paper_figure, values_by_task
+from evals.tables import PAPER, Entry, Grid, grids, leaders, paper_figure, values_by_task
 
 MIB = 1024 * 1024
 SCORES = {  # of niah_single_1 and vt, four samples each
@@ -160,6 +160,35 @@ def test_every_format_says_the_same(written):
     assert "http" not in html.replace("http-equiv", "")  # nothing is loaded from elsewhere
 
 
+def test_no_samples_no_table(tmp_path):
+    assert grids(experiment_of(tmp_path)) == []
+
+
+def test_an_overview_has_a_line_per_method_and_a_column_per_share():
+    def grid(title, *rows):
+        lines = tuple((Entry(text=m), Entry(text=b), Entry(value=v, best=best), Entry(text=n)) for m, b, v, best, n in rows)
+        return Grid("g", title, ("method", "budget", "mean", "n"), 2, lines, ())
+
+    a = grid("A", ("full", "full", 1, False, "3"), ("x", "5 %", 2, True, "2 of 3"), ("x", "10 %", 3, False, "3"))
+    b = grid("B", ("x", "20 %", 4, False, "9"), ("y", "own", 5, False, "9"))
+    assert overview({"KL, nat": (a, "mean"), "R": (b, "mean")}).splitlines() == [
+        "| method | KL, nat, 5 % | KL, nat, 10 % | KL, nat, own bytes | R, 20 % | R, own bytes |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| full |  |  | 1.0 |  |  |",
+        "| x | **2.0** | 3.0 |  | 4.0 |  |",
+        "| y |  |  |  |  | 5.0 |",
+        "",
+        "KL, nat: A, n 3, 2 of 3. R: B, n 9.",
+    ]
+
+
+def test_what_is_between_marks_is_replaced():
+    assert between("a<b>old\n<e>c<e>", "<b>", "<e>", r"\1 new") == r"a<b>\1 new<e>c<e>"
+    assert between("a<b><e>c", "<b>", "<e>", "new") == "a<b>new<e>c"
+    with pytest.raises(ValueError, match=r"no <b> followed by <e>: put the marks back"):
+        between("a<e><b>", "<b>", "<e>", "new")
+
+
 def test_values_of_samples_by_task():
     rows = [
         {"id": "a", "task": "t", "prompt_sha": "p", "status": "ok", "kl": 0.5},
@@ -188,7 +217,7 @@ def test_figures_are_vectors_and_bitmaps_and_the_same_every_time(written, tmp_pa
     assert {f.suffix for f in first.parent.iterdir()} == {".png", ".svg", ".pdf"}
     for suffix in (".svg", ".pdf"):
         assert first.with_suffix(suffix).read_bytes() == again.with_suffix(suffix).read_bytes()
-    assert len(set(STYLES)) == len(STYLES) >= 14 and len(set(COLORS)) == 7
+    assert len(set(STYLES)) == len(STYLES) >= len(load("table2").cells) / 2 and len(set(COLORS)) == 7
     assert "data:image/svg+xml;base64," in page([(written, grids(written), [first])])
     steps = load("table13", overrides=[f"results_dir={tmp_path}/c"])
     for cell in steps.cells:

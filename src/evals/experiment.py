@@ -59,6 +59,11 @@ class Experiment:
         return f"{self.name}-{self.scale}"
 
     @property
+    def command(self) -> str:
+        """What makes its records."""
+        return f"python run.py -m experiment={self.name} scale={self.scale}"
+
+    @property
     def axes(self) -> tuple[str, ...]:
         return tuple(self.cells[0].labels)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from evals.diagnostics import figures as diagnostics
 from evals.experiment import Cell, Experiment
 from evals.lookup import Record
 from evals.report import MIB, canvas, draw_bytes, draw_steps, save
@@ -18,16 +19,18 @@ def figures(experiment: Experiment, folder: Path) -> list[Path]:
     """Draw an experiment's figures, one per table; returns the PNG files (SVG and PDF lie beside them). Unfinished runs, which
     have other samples, are left out.
 
-    ``bytes``: values against persistent bytes, a line per method. ``axis``: values along the axes that are no panels.
+    ``bytes``: values against persistent bytes, a line per method. ``axis``: values along the axes that are no panels. Experiments
+    in :data:`evals.diagnostics.figures.FIGURES` have figures of their own, from whatever records are there.
 
     Raises:
         ValueError: another kind is asked for.
     """
+    if experiment.name in diagnostics.FIGURES:
+        return diagnostics.figures(experiment, folder)
     if experiment.figure is None:
         return []
     if experiment.figure not in KINDS:
         raise ValueError(f"experiment.figure={experiment.figure}: choose {' or '.join(KINDS)}")
-    folder.mkdir(parents=True, exist_ok=True)
     found = experiment.records()
     paths = []
     for name, _, cells in panels_of(experiment):

@@ -5,20 +5,58 @@ from __future__ import annotations
 import csv
 import html
 import io
+from collections.abc import Mapping
 from pathlib import Path
 
 from evals.tables import Entry, Grid
 
 
 def markdown(grid: Grid) -> str:
+    return f"## {grid.title}\n\n{_lines(grid)}\n\n" + "\n\n".join(grid.notes) + "\n"
+
+
+def _lines(grid: Grid) -> str:
     def cell(e: Entry) -> str:
         text = f"**{e.plain()}**" if e.best else e.plain()
         return " ".join(filter(None, [text, e.beside()])).replace("|", "\\|")
 
     align = ["---"] * grid.left + ["---:"] * (len(grid.header) - grid.left)
     lines = [grid.header, align, *([cell(e) for e in row] for row in grid.rows)]
-    body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"## {grid.title}\n\n{body}\n\n" + "\n\n".join(grid.notes) + "\n"
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def overview(columns: Mapping[str, tuple[Grid, str]]) -> str:
+    """Several tables' columns as one in Markdown, a line per method, a column per share of bytes.
+
+    Args:
+        columns: table and its column, by what to call it. Methods whose bytes are not chosen stand under ``own bytes``.
+    """
+    lines: dict[str, dict[tuple[str, str], Entry]] = {}
+    heads, notes = {}, []  # heads: an ordered set
+    for name, (grid, column) in columns.items():
+        at, n = grid.header.index(column), grid.header.index("n")
+        for row in grid.rows:
+            method, share = (e.plain() for e in row[:2])
+            head = (name, share if "%" in share else "own bytes")
+            heads[head] = None
+            lines.setdefault(method, {})[head] = row[at]
+        notes.append(f"{name}: {grid.title}, n {', '.join(dict.fromkeys(row[n].plain() for row in grid.rows))}.")
+    order = sorted(heads, key=lambda head: (list(columns).index(head[0]), head[1] == "own bytes"))
+    rows = tuple((Entry(text=method), *(line.get(head, Entry(text="")) for head in order)) for method, line in lines.items())
+    return f"{_lines(Grid('', '', ('method', *map(', '.join, order)), 1, rows, ()))}\n\n{' '.join(notes)}"
+
+
+def between(text: str, begin: str, end: str, new: str) -> str:
+    """A text with what is between two marks replaced.
+
+    Raises:
+        ValueError: a mark is missing.
+    """
+    before, first, rest = text.partition(begin)
+    _, second, after = rest.partition(end)
+    if not (first and second):
+        raise ValueError(f"no {begin} followed by {end}: put the marks back")
+    return before + begin + new + end + after
 
 
 TEX = {"\\": r"\textbackslash{}", "%": r"\%", "&": r"\&", "_": r"\_", "#": r"\#", "$": r"\$", "{": r"\{", "}": r"\}"} | {

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 MIB = 1024 * 1024
-# Okabe and Ito's colours, distinguishable for colour-blind readers (yellow is too pale for print), with a marker each; the second
-# round has other markers.
+# Okabe and Ito's colours, distinguishable for colour-blind readers (yellow is too pale for print), with a marker each; later rounds
+# have other markers, so that all methods of a table differ.
 COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2")
-STYLES = tuple(zip(COLORS * 2, "os^DvPXhp<*>8d", strict=True))
+STYLES = tuple(zip(COLORS * 3, "os^DvPXhp<*>8d+x1234H", strict=True))
 
 
 def _score(value: float | None, error: float | None) -> str:
@@ -95,12 +95,17 @@ def draw_steps(axis, series: Mapping[str, Sequence[tuple[str, float, float]]], y
     axis.grid(alpha=0.3)
 
 
-def save(figure, path: Path) -> None:
-    """Add the legend of the first axes beside them, and write a figure as ``path`` (PNG), SVG and PDF, without dates: the same
-    numbers give the same files."""
+def save(figure, path: Path, legend: bool = True) -> None:
+    """Write a figure as ``path`` (PNG), SVG and PDF, without dates: the same numbers give the same files.
+
+    Args:
+        legend: add that of the first axes beside them.
+    """
     from matplotlib import pyplot
 
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
+    if legend:
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"svg.hashsalt": path.stem, "pdf.fonttype": 42}):
         figure.savefig(path, dpi=150)
         figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})

@@ -19,6 +19,7 @@ from evals.efficiency_report import COLUMNS as TIMED
 from evals.efficiency_report import lines as timed_lines
 from evals.efficiency_report import notes as timed_notes
 from evals.experiment import CONF, Cell, Experiment
+from evals.fidelity import Fidelity
 from evals.lookup import Record
 from evals.metrics import summarize
 from evals.records import readable
@@ -207,12 +208,15 @@ def panels_of(experiment: Experiment) -> list[tuple[str, str, list[Cell]]]:
 
 
 def grids(experiment: Experiment) -> list[Grid]:
-    """An experiment's tables."""
-    if experiment.cells[0].config.task._target_.startswith("evals.diagnostics"):
+    """An experiment's tables; none, if none of its cells has samples."""
+    task = get_class(experiment.cells[0].config.task._target_)
+    if issubclass(task, Fidelity) and (experiment.values or task is not Fidelity):
         from evals.diagnostics import tables as diagnostics  # it imports this module
 
         return diagnostics.grids(experiment)
     found = experiment.records()
+    if not any(record.rows for record in found.values()):
+        return []
     return [_grid(experiment, name, title, cells, found) for name, title, cells in panels_of(experiment)]
 
 
@@ -245,7 +249,7 @@ def _grid(experiment: Experiment, name: str, title: str, cells: Sequence[Cell], 
                 *(Entry(text=cell.labels[a]) for a in several),
                 *entries,
                 Entry(value=float(headline["value"]) if headline else None),
-                Entry(text=_extent(found.get(cell.name), numbers.get(cell.name))),
+                Entry(text=extent(found.get(cell.name), numbers.get(cell.name))),
                 _entry("kv_ratio_peak", Column("", 100, 1), numbers.get(cell.name), False),
                 _entry("kv_bytes_peak", COLUMNS["kv_bytes_peak"], numbers.get(cell.name), False),
             )
@@ -283,8 +287,8 @@ def _timed(experiment: Experiment, cells: Sequence[Cell], found: dict[str, Recor
         first = {"cache": f"paper: {method}, {PAPER_MODEL}, {setting}"}
         lines.append(tuple((first | values).get(name, "-") for name in TIMED))
     rows = tuple(tuple(Entry(text=text) for text in line[: len(TIMED)]) for line in lines)
-    how = (*(timed_notes(runs) if runs else ()), *_notes(experiment, cells, found, ()))
-    return Grid(experiment.sweep, experiment.title, TIMED, 1, rows, tuple(n for n in how if not n.startswith("Scores")))
+    how = (*(timed_notes(runs) if runs else ()), *provenance(experiment, cells, found))
+    return Grid(experiment.sweep, experiment.title, TIMED, 1, rows, how)
 
 
 def _marked(name: str, column: Column, cells: Sequence[Cell], rows: dict[str, list[dict]]) -> set[str]:
@@ -311,7 +315,7 @@ def _entry(name: str, column: Column, numbers: dict | None, best: bool) -> Entry
     return Entry(times(value), times(error), best=best, digits=column.digits)
 
 
-def _extent(record: Record | None, numbers: dict | None) -> str:
+def extent(record: Record | None, numbers: dict | None) -> str:
     """How many samples a row rests on."""
     if record is None or numbers is None:
         return "missing"
@@ -321,7 +325,6 @@ def _extent(record: Record | None, numbers: dict | None) -> str:
 
 
 def _notes(experiment: Experiment, cells: Sequence[Cell], found: dict[str, Record], used: Sequence[dict]) -> Iterable[str]:
-    have = [found[c.name] for c in cells if c.name in found]
     yield (
         "Scores: mean ± standard error over samples; the mean is that of the task means. Bold: best of those with the same bytes, "
         "and those whose paired 95 % bootstrap interval to it includes 0; nothing is bold where that holds for all. KV: measured "
@@ -335,6 +338,12 @@ def _notes(experiment: Experiment, cells: Sequence[Cell], found: dict[str, Recor
         yield f"paper, [..]: the paper's figures, {experiment.paper}, {models}, {settings}.{hint}"
         for value, note in dict.fromkeys((r["value"], r["note"]) for r in used if r["note"]):
             yield f"{value}: {note}."
+    yield from provenance(experiment, cells, found)
+
+
+def provenance(experiment: Experiment, cells: Sequence[Cell], found: dict[str, Record]) -> Iterable[str]:
+    """What a table was made from, in words: protocol, model, machine, versions, command, folders."""
+    have = [found[c.name] for c in cells if c.name in found]
     for text in dict.fromkeys(json.dumps(r.card, sort_keys=True) for r in have if r.card):
         card = {k: (v[:12] if isinstance(v, str) and re.fullmatch("[0-9a-f]{40,}", v) else v) for k, v in json.loads(text).items()}
         yield "Protocol: " + ", ".join(f"{k} {_plain(v)}" for k, v in card.items() if v not in ("", None, [])) + "."
@@ -346,7 +355,7 @@ def _notes(experiment: Experiment, cells: Sequence[Cell], found: dict[str, Recor
         code = dict.fromkeys((s.get("git") or "unknown")[:7] + ("+changes" if "+" in (s.get("git") or "") else "") for s in starts)
         yield f"Model: {'; '.join(sources)}. On {'; '.join(device)}; {'; '.join(versions)}; code {', '.join(code)}."
     folders = ", ".join(dict.fromkeys(c.config.results_dir for c in cells))
-    yield f"Made by `python run.py -m experiment={experiment.name} scale={experiment.scale}` from the samples in {folders}."
+    yield f"Made by `{experiment.command}` from the samples in {folders}."
 
 
 def _plain(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Figures of the diagnostics from records alone."""
+"""Figures of the diagnostics from records alone: :data:`FIGURES` says which experiment has which."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import numpy as np
 
 from evals.diagnostics.codecs import VARIANTS, bits_per_element
 from evals.diagnostics.metrics import TIERS
-from evals.report import STYLES
+from evals.diagnostics.tables import cells as cells_of
+from evals.experiment import Experiment
+from evals.report import STYLES, save
 
 TIER_COLORS = {"protected": "#999999", "full": "#0072B2", "promoted": "#CC79A7", "coded": "#56B4E9", "evicted": "#D55E00"}
 Cells = Mapping[str, tuple[Sequence[dict], dict]]  # label -> rows and numbers, as evals.diagnostics.tables.cells gives
 
 
 def _figure(path: Path, draw: Callable, columns: int = 1, rows: int = 1, size: tuple[float, float] = (4.6, 3.3)) -> Path:
-    """Written as ``path`` and as SVG."""
+    """Written as ``path``, SVG and PDF."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(rows, columns, figsize=(size[0] * columns, size[1] * rows), layout="constrained", squeeze=False)
     draw(figure, axes)
-    figure.savefig(path, dpi=150)
-    figure.savefig(path.with_suffix(".svg"))
-    pyplot.close(figure)
+    save(figure, path, legend=False)
     return path
 
 
@@ -40,8 +40,10 @@ def _smooth(x: np.ndarray, width: int) -> np.ndarray:
     return np.convolve(x, kernel, "same") / np.convolve(np.ones_like(x), kernel, "same")
 
 
-def missed_and_tiers(cells: Cells, path: Path, stacked: str, width: int = 8) -> Path:
-    """Figure 1: attention of the full cache that falls on evicted tokens, step by step; and its split by tier for ``stacked``."""
+def missed_and_tiers(cells: Cells, path: Path, stacked: str = "R3", width: int = 8) -> Path:
+    """Figure 1: attention of the full cache that falls on evicted tokens, step by step; and its split by tier for ``stacked``, or
+    for the first cell where that has no records."""
+    stacked = stacked if stacked in cells else next(iter(cells))
 
     def draw(figure, axes):
         left, right = axes[0]
@@ -149,3 +151,12 @@ def codec_errors(cells: Cells, path: Path, dim: int = 64) -> Path:
         axis.legend(frameon=False, fontsize=8)
 
     return _figure(path, draw, 3, size=(4.4, 3.4))
+
+
+FIGURES = {"figure1": missed_and_tiers, "table18": promotion, "drift": drift, "codec_errors": codec_errors}
+
+
+def figures(experiment: Experiment, folder: Path) -> list[Path]:
+    """Draw an experiment's figure from the cells that have records (a comparison needs two); returns the PNG files."""
+    draw, cells = FIGURES[experiment.name], cells_of(experiment)
+    return [draw(cells, folder / f"{experiment.sweep}.png")] if len(cells) > (draw is promotion) else []

@@ -4,53 +4,43 @@ figures beside them."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from hydra.utils import instantiate
 
 from evals.diagnostics.codecs import VARIANTS, bits_per_element
-from evals.experiment import Experiment
+from evals.experiment import Cell, Experiment
 from evals.stats import paired
-from evals.tables import PAPER_MODEL, Entry, Grid, paper_rows, values_by_task
-
-
-@dataclass(frozen=True)
-class Value:
-    """How a number is called and shown: times ``factor``, with ``digits`` decimals."""
-
-    head: str
-    factor: float = 1
-    digits: int = 2
-
+from evals.tables import PAPER_MODEL, Column, Entry, Grid, extent, paper_rows, provenance, values_by_task
 
 VALUES = {
-    "fmm": Value("FMM, %", 100),
-    "fmm_full_only": Value("FMM, full tier only, %", 100),
-    "fmm_oracle": Value("FMM, oracle, %", 100),
-    "fmm_hindsight": Value("FMM, hindsight, %", 100),
-    "churn": Value("churn", 1, 4),
-    "churn_full": Value("churn of full tier", 1, 4),
-    "qsa": Value("QSA", 1, 4),
-    "qsa_first": Value("QSA, first event", 1, 4),
-    "qsa_last": Value("QSA, last event", 1, 4),
-    "qsa_fresh": Value("QSA between events", 1, 4),
-    "qsa_lowest_layer": Value("QSA, lowest layer", 1, 4),
-    "qsa_highest_layer": Value("QSA, highest layer", 1, 4),
-    "qsa_lowest_head": Value("QSA, lowest head", 1, 4),
-    "mass_ratio": Value("RQ", 1, 3),
-    "mass_ratio_pooled": Value("RQ, pooled", 1, 3),
-    "lir": Value("LIR(3), %", 100),
-    "lir_oracle": Value("LIR(3), oracle, %", 100),
-    "episodes": Value("episodes", 1, 0),
-    "reentries": Value("re-entries", 1, 0),
-    "ttr_pooled": Value("TTR, events", 1, 1),
-    "ttr_oracle_pooled": Value("TTR, oracle, events", 1, 1),
-    "ttr_tokens": Value("TTR, tokens", 1, 0),
-    "promotions": Value("promotions", 1, 0),
-    "kl": Value("KL, nat", 1, 4),
-    "top1": Value("same top token, %", 100, 1),
-    "attention_error": Value("attention error, %", 100),
-    "kv_bytes_peak": Value("KV, MiB", 1 / 2**20, 3),
+    "fmm": Column("FMM, %", 100),
+    "fmm_full_only": Column("FMM, full tier only, %", 100),
+    "fmm_oracle": Column("FMM, oracle, %", 100),
+    "fmm_hindsight": Column("FMM, hindsight, %", 100),
+    "churn": Column("churn", 1, 4),
+    "churn_full": Column("churn of full tier", 1, 4),
+    "qsa": Column("QSA", 1, 4),
+    "qsa_first": Column("QSA, first event", 1, 4),
+    "qsa_last": Column("QSA, last event", 1, 4),
+    "qsa_fresh": Column("QSA between events", 1, 4),
+    "qsa_lowest_layer": Column("QSA, lowest layer", 1, 4),
+    "qsa_highest_layer": Column("QSA, highest layer", 1, 4),
+    "qsa_lowest_head": Column("QSA, lowest head", 1, 4),
+    "mass_ratio": Column("RQ", 1, 3),
+    "mass_ratio_pooled": Column("RQ, pooled", 1, 3),
+    "lir": Column("LIR(3), %", 100),
+    "lir_oracle": Column("LIR(3), oracle, %", 100),
+    "episodes": Column("episodes", 1, 0),
+    "reentries": Column("re-entries", 1, 0),
+    "ttr_pooled": Column("TTR, events", 1, 1),
+    "ttr_oracle_pooled": Column("TTR, oracle, events", 1, 1),
+    "ttr_tokens": Column("TTR, tokens", 1, 0),
+    "promotions": Column("promotions", 1, 0),
+    "kl": Column("KL, nat", 1, 4),
+    "top1": Column("same top token, %", 100, 1),
+    "attention_error": Column("attention error, %", 100),
+    "kv_bytes_peak": Column("KV, MiB", 1 / 2**20, 3),
 }
 
 # The paper's figure for a cell's label and a value: its method, its item, the factor from its unit to the one that is shown.
@@ -82,23 +72,28 @@ def paper_value(table: str | None, label: str, value: str) -> float | None:
     return factor * float(found[0]["value"]) if found else None
 
 
-def cells(experiment: Experiment) -> dict[str, tuple[list[dict], dict]]:
-    """Rows and numbers of each cell that has records, by what sets it apart."""
-    found = experiment.records()
+def labels(experiment: Experiment) -> dict[str, Cell]:
+    """All cells, by what sets them apart."""
     apart = [a for a in experiment.axes if len({c.labels[a] for c in experiment.cells}) > 1] or ["method"]
-    out = {}
-    for cell in experiment.cells:
+    return {", ".join(cell.labels[a] for a in apart): cell for cell in experiment.cells}
+
+
+def cells(experiment: Experiment) -> dict[str, tuple[list[dict], dict]]:
+    """Rows and numbers of each cell that has records, by what sets it apart. ``extent``: how many texts they rest on, in words."""
+    found, out = experiment.records(), {}
+    for label, cell in labels(experiment).items():
         if cell.name in found and (rows := [r for r in found[cell.name].rows if r["status"] == "ok"]):
-            label = ", ".join(cell.labels[a] for a in apart)
-            out[label] = (rows, instantiate(cell.config.task).summary(rows))
+            record = found[cell.name]
+            on = {"extent": extent(record, {"n": len(rows), "n_failed": record.failed})}
+            out[label] = (rows, instantiate(cell.config.task).summary(rows) | on)
     return out
 
 
-def _number(x: float | None, value: Value) -> str:
-    return "-" if x is None else f"{x * value.factor:.{value.digits}f}"
+def _number(x: float | None, value: Column) -> str:
+    return Entry(None if x is None else x * value.factor, digits=value.digits).plain()
 
 
-def _with_interval(x: float | None, interval: Sequence[float] | None, value: Value) -> str:
+def _with_interval(x: float | None, interval: Sequence[float] | None, value: Column) -> str:
     if x is None or interval is None:
         return _number(x, value)
     return f"{_number(x, value)} ({_number(interval[0], value)} to {_number(interval[1], value)})"
@@ -106,10 +101,11 @@ def _with_interval(x: float | None, interval: Sequence[float] | None, value: Val
 
 def values_grid(experiment: Experiment, found: Mapping[str, tuple[list[dict], dict]]) -> Grid:
     """A line per cell, a column per value, each with its 95 % interval over texts."""
-    shown = {n: VALUES.get(n, Value(n, 1, 4)) for n in experiment.values}
+    shown = {n: VALUES.get(n, Column(n, 1, 4)) for n in experiment.values}
     lines, beside = [], False
-    for label, (rows, numbers) in found.items():
-        entries = [Entry(text=label), Entry(text=str(len(rows)))]
+    for label in labels(experiment):
+        _, numbers = found.get(label, ((), {"extent": "missing"}))
+        entries = [Entry(text=label), Entry(text=numbers["extent"])]
         for name, value in shown.items():
             paper = paper_value(experiment.paper, label.split(",")[0], name)
             beside |= paper is not None
@@ -119,7 +115,7 @@ def values_grid(experiment: Experiment, found: Mapping[str, tuple[list[dict], di
     notes = [f"Mean over texts (95 % bootstrap interval over texts). {_about(experiment)}"]
     if beside:
         notes.append(f"[..]: the paper's figure, {experiment.paper}, {PAPER_MODEL}; other model and texts, for orientation only.")
-    return Grid(experiment.name, experiment.title, header, 1, tuple(lines), tuple(notes))
+    return Grid(experiment.sweep, experiment.title, header, 1, tuple(lines), tuple(notes))
 
 
 def differences_grid(experiment: Experiment, found: Mapping[str, tuple[list[dict], dict]]) -> Grid | None:
@@ -134,11 +130,11 @@ def differences_grid(experiment: Experiment, found: Mapping[str, tuple[list[dict
         for name in names:
             theirs = values_by_task(rows, name)
             d = paired(values_by_task(base, name), theirs) if theirs else {"difference": None, "interval": None}
-            entries.append(Entry(text=_with_interval(d["difference"], d["interval"], VALUES.get(name, Value(name)))))
+            entries.append(Entry(text=_with_interval(d["difference"], d["interval"], VALUES.get(name, Column(name)))))
         lines.append(tuple(entries))
-    header = (f"minus {first}", *(VALUES.get(n, Value(n)).head for n in names))
+    header = (f"minus {first}", *(VALUES.get(n, Column(n)).head for n in names))
     notes = ("Mean difference on the same texts and forced tokens (95 % bootstrap interval over texts).",)
-    return Grid(f"{experiment.name}-paired", f"{experiment.title}: paired differences", header, 1, tuple(lines), notes)
+    return Grid(f"{experiment.sweep}-paired", f"{experiment.title}: paired differences", header, 1, tuple(lines), notes)
 
 
 CHANGES = {
@@ -160,7 +156,7 @@ def changes_grid(experiment: Experiment, found: Mapping[str, tuple[list[dict], d
         for name, text in CHANGES.items():
             c = numbers.get("changes", {}).get(name)
             if c:
-                percent = Value("", 100, 3)
+                percent = Column("", 100, 3)
                 benefit = _with_interval(c["benefit"], c["benefit_interval"], percent)
                 shown = (str(c["n"]), _number(c["before"], percent), _number(c["after"], percent), benefit, f"{c['bytes']:+,.0f}")
                 lines.append(tuple(Entry(text=t) for t in (label, text, *shown)))
@@ -170,7 +166,7 @@ def changes_grid(experiment: Experiment, found: Mapping[str, tuple[list[dict], d
         "the first step after the event; means of texts' means. Bytes of one change in one layer; negative ones are freed.",
     )
     return (
-        Grid(f"{experiment.name}-changes", f"{experiment.title}: changes of tier", header, 2, tuple(lines), notes)
+        Grid(f"{experiment.sweep}-changes", f"{experiment.title}: changes of tier", header, 2, tuple(lines), notes)
         if lines
         else None
     )
@@ -178,7 +174,7 @@ def changes_grid(experiment: Experiment, found: Mapping[str, tuple[list[dict], d
 
 def codecs_grid(experiment: Experiment, found: Mapping[str, tuple[list[dict], dict]], dim: int = 64) -> Grid:
     """Attention error of each codec, a column per cell."""
-    percent = Value("", 100)
+    percent = Column("", 100)
     lines = []
     for name in VARIANTS:
         values = [_with_interval(n.get(name), n.get(f"{name}_interval"), percent) for _, n in found.values()]
@@ -187,7 +183,7 @@ def codecs_grid(experiment: Experiment, found: Mapping[str, tuple[list[dict], di
     notes = (
         f"Relative L2 error of attention outputs, mean over layers and heads (95 % interval over texts). {_about(experiment)}",
     )
-    return Grid(f"{experiment.name}-errors", experiment.title, header, 1, tuple(lines), notes)
+    return Grid(experiment.sweep, experiment.title, header, 1, tuple(lines), notes)
 
 
 def _about(experiment: Experiment) -> str:
@@ -198,11 +194,13 @@ def _about(experiment: Experiment) -> str:
 
 
 def grids(experiment: Experiment) -> list[Grid]:
-    """All tables of an experiment of ``task=mechanism``, ``task=codecs`` or ``task=fidelity``."""
+    """All tables of an experiment of ``task=mechanism``, ``task=codecs`` or ``task=fidelity``; none without records."""
     found = cells(experiment)
     if not found:
         return []
     if experiment.cells[0].config.task._target_.endswith("CodecErrors"):
-        return [codecs_grid(experiment, found)]
-    made = [values_grid(experiment, found), differences_grid(experiment, found), changes_grid(experiment, found)]
-    return [g for g in made if g is not None]
+        first, more = codecs_grid(experiment, found), ()
+    else:
+        first, more = values_grid(experiment, found), (differences_grid(experiment, found), changes_grid(experiment, found))
+    how = provenance(experiment, experiment.cells, experiment.records())
+    return [replace(first, notes=(*first.notes, *how)), *(g for g in more if g is not None)]
