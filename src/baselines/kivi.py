@@ -13,7 +13,7 @@ from torch import Tensor
 from qevict.budget import Geometry
 from qevict.quantizer import Quantizer, Tables
 from qevict.store.codec import META_DTYPES, PLANES, affine, pack, packed_bytes, quantize, stored, unpack
-from qevict.store.stream import Field
+from qevict.store.stream import Field, Run
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,9 @@ class GroupCodec:
 
         return unpack(data["code"], self.bits, self.dim) * spread(data["scale"]) + spread(data["zero"])
 
+    def run(self, data: dict[str, Tensor], count: int) -> Run:
+        return Run(count, data["code"], self.bits, self.tokens * self.channels, data["scale"], data["zero"])
+
     def select(self, index: Tensor) -> GroupCodec:
         return self
 
@@ -74,6 +77,8 @@ class KIVI(Quantizer):
     group: int = 32
     residual: int = 128
     meta: str = "float16"
+
+    kernels = ("cpu",)
 
     def __post_init__(self):
         super().__post_init__()

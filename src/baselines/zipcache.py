@@ -49,6 +49,8 @@ class ZipCache(Quantizer):
     normalizer: str = "probes"
     interval: int = 100
 
+    kernels = ("cpu",)
+
     def __post_init__(self):
         super().__post_init__()
         if not 0 <= self.salient <= 1:

@@ -53,6 +53,7 @@ class Policy:
         mass_every_step: attention mass is collected at every decode step (else only at the step of a routing event).
         promotion: ``on`` copies a coded window back to full precision, ``off`` only changes its rank (it stays coded),
             ``original_only`` fills the full tier with windows that were never coded.
+        kernels: the fused kernels that read what the method stores.
         slot_positions: sinks are seen at their slot in the cache instead of their true position (StreamingLLM).
     """
 
@@ -65,6 +66,7 @@ class Policy:
     prompt_queries = 0
     mass_every_step = True
     promotion = "on"
+    kernels: ClassVar[tuple[str, ...]] = ("cpu", "triton")
     slot_positions = False
 
     def __post_init__(self):

@@ -49,6 +49,7 @@ class Quantizer(Policy):
     plain_keys = False
     codes_first = False
     keeps_codes = False
+    kernels = ()
     period = 1
 
     def __post_init__(self):

@@ -1,4 +1,4 @@
-"""The fused CPU kernel (fused.cpp): built on first use with the system's compiler, called through ctypes."""
+"""The fused CPU kernels (fused.cpp): built on first use with the system's compiler, called through ctypes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from qevict.artifact import cache_dir
 if TYPE_CHECKING:
     from qevict.store.arena import Arena
     from qevict.store.pool import Pool
+    from qevict.store.stream import Run
 
 SOURCE = Path(__file__).with_name("fused.cpp")
 FLAGS = (
@@ -47,6 +48,9 @@ Args = _struct(
     "p:k_code,v_code,k_scale,k_zero,v_scale,v_zero,super i:meta,key_bits,value_bits,value_group,k_bytes,v_bytes p:fine,coarse",
     P=PoolArgs,
 )
+
+RowsArgs = _struct("RowsArgs", "p:data i:batch,head")
+RunArgs = _struct("RunArgs", "i:count,bits,type,shared R:rows,scale,zero,channel", R=RowsArgs)
 
 
 class CompilerError(RuntimeError):
@@ -107,8 +111,10 @@ def load(path: Path) -> ctypes.CDLL:
         lib = ctypes.CDLL(str(path))
     except OSError as error:
         raise CompilerError(f"{path} cannot be loaded ({error}): delete it, it is then built again") from None
-    call, pointers = lib.qevict_decode, [ctypes.c_void_p] * 5
-    call.argtypes, call.restype = [ctypes.POINTER(Args), ctypes.c_int64, *pointers, ctypes.c_float, ctypes.c_bool], None
+    size, pointer, runs = ctypes.c_int64, ctypes.c_void_p, ctypes.POINTER(RunArgs)
+    lib.qevict_decode.argtypes = [ctypes.POINTER(Args), size, *[pointer] * 5, ctypes.c_float, ctypes.c_bool]
+    lib.qevict_attend.argtypes = [size, size, size, runs, runs, size, pointer, pointer, pointer, ctypes.c_float]
+    lib.qevict_decode.restype = lib.qevict_attend.restype = None
     return lib
 
 
@@ -171,6 +177,27 @@ def _pool(pool: Pool) -> PoolArgs:
     record = pool.record
     pointers = (None if t is None else t.data_ptr() for t in (pool.ragged, record["unit"], record.get("score"), record.get("peak")))
     return PoolArgs(pool.slots, *pointers)
+
+
+def attend(q: Tensor, keys: list[Run], values: list[Run], scaling: float, wanted: bool) -> tuple[Tensor, Tensor | None]:
+    """Attention of one query per sequence, ``q [b, H_q, 1, d]``, over all tokens of equally many runs of keys and of values; and,
+    if ``wanted``, ``[b, H, n]`` what they get, mean over each KV head's query group."""
+    held, kv_heads = q.to(torch.float32).contiguous(), keys[0].rows.shape[1]
+    out = torch.empty_like(held)
+    mass = torch.empty(len(q), kv_heads, sum(run.count for run in keys)) if wanted else None
+    sides = ((RunArgs * len(keys))(*map(_run, side)) for side in (keys, values))
+    pointers = (held.data_ptr(), out.data_ptr(), mass.data_ptr() if wanted else None)
+    library(q.shape[-1]).qevict_attend(len(q), kv_heads, q.shape[1], *sides, len(keys), *pointers, scaling)
+    return out.to(q.dtype), mass
+
+
+def _run(run: Run) -> RunArgs:
+    kind = TYPES[(run.rows if run.scale is None else run.scale).dtype]
+    return RunArgs(run.count, run.bits, kind, run.shared, *map(_rows, (run.rows, run.scale, run.zero, run.channel)))
+
+
+def _rows(tensor: Tensor | None) -> RowsArgs:
+    return RowsArgs() if tensor is None else RowsArgs(tensor.data_ptr(), *tensor.stride()[:2])
 
 
 @functools.lru_cache(maxsize=8)

@@ -342,15 +342,26 @@ int64_t first_slot(const Pool &p, int64_t at) {
   return sum;
 }
 
-// One KV head of one sequence.
-struct Head {
-  const Args &a;
-  int64_t layer, b, h, group, w, span; // span: of a row of logits
-  std::vector<float> &logits;
+// `n` scales and zeros from number `at` on; what uint8 ones count is in `super`: steps of both, origin of the zeros between
+void meta(int64_t type, const void *scale, const void *zero, int64_t at, int64_t n, const uint16_t *super, float *s, float *z) {
+  with_type(type, [&](auto type) {
+    float step = 1, origin = 0, zero_step = 1;
+    if constexpr (type() == U8) step = load1<F16>(super, 0), origin = load1<F16>(super, 1), zero_step = load1<F16>(super, 2);
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+      save(s + i, load16<type()>(scale, at + i) * step);
+      save(z + i, load16<type()>(zero, at + i) * zero_step + origin);
+    }
+    for (; i < n; ++i) {
+      s[i] = load1<type()>(scale, at + i) * step;
+      z[i] = load1<type()>(zero, at + i) * zero_step + origin;
+    }
+  });
+}
 
-  bool visible(int64_t column) const { return column >= a.rows[b] && column < a.seen; }
-
-  // -- tokens in full
+// The queries of one KV head of one sequence, and their logits: rows of `span` numbers.
+struct Queries {
+  int64_t group, span;
 
   template <int TYPE> static INLINE void dense(const void *base, int64_t token, v16 *x) {
     fetch(base, token * D * SIZE[TYPE] + NEAR, D * SIZE[TYPE]);
@@ -369,28 +380,62 @@ struct Head {
     });
   }
 
-  // -- coded tokens
-
-  // `n` scales and zeros from number `at` on; uint8 ones belong to one slot, and what they count is in super[3 * kind ...]
-  // (0: keys, 1: values)
-  void meta(const void *scale, const void *zero, int64_t at, int64_t n, int64_t slot, int kind, float *s, float *z) const {
-    with_type(a.meta, [&](auto type) {
-      float step = 1, origin = 0, zero_step = 1;
-      if constexpr (type() == U8) {
-        int64_t i = slot * 6 + kind * 3;
-        step = load1<F16>(a.super, i), origin = load1<F16>(a.super, i + 1), zero_step = load1<F16>(a.super, i + 2);
+  // adds the values of `n` coded tokens, weighed by `weight`, which is spoilt; `sum` [group, D] is scratch
+  template <int BITS>
+  void weigh_codes(float *weight, int64_t n, const uint8_t *code, int64_t bytes, int64_t channels, const float *scale,
+                   const float *zero, float *sum, float *out) const {
+    const int64_t per = D / channels;
+    if (per == 1) { // one scale per token: it goes into the weight, and all that zeros add is one number
+      for (int64_t g = 0; g < group; ++g) {
+        float *e = weight + g * span, rest = 0;
+        for (int64_t t = 0; t < n; ++t) rest += e[t] * zero[t], e[t] *= scale[t];
+        EACH(i, BLOCKS) save(out + g * D + i * 16, load(out + g * D + i * 16) + rest);
       }
-      int64_t i = 0;
-      for (; i + 16 <= n; i += 16) {
-        save(s + i, load16<type()>(scale, at + i) * step);
-        save(z + i, load16<type()>(zero, at + i) * zero_step + origin);
-      }
-      for (; i < n; ++i) {
-        s[i] = load1<type()>(scale, at + i) * step;
-        z[i] = load1<type()>(zero, at + i) * zero_step + origin;
-      }
+      std::fill(sum, sum + group * D, 0.0f);
+      chunks(group, [&](auto size, int64_t lo) {
+        weigh<size()>(weight + lo * span, span, n, sum + lo * D, [&](int64_t t, v16 *x) INLINE {
+          __builtin_prefetch(code + t * bytes + NEAR);
+          codes<BITS>(code + t * bytes, x);
+        });
+      });
+      for (int64_t g = 0; g < group; ++g)
+        EACH(i, BLOCKS) {
+          float *to = out + g * D + i * 16;
+          save(to, load(to) + load(sum + g * D + i * 16) * (1 / factor<BITS>(i)));
+        }
+      return;
+    }
+    chunks(group, [&](auto size, int64_t lo) {
+      weigh<size()>(weight + lo * span, span, n, out + lo * D, [&](int64_t t, v16 *x) INLINE {
+        codes<BITS>(code + t * bytes, x);
+        EACH(i, BLOCKS) x[i] *= 1 / factor<BITS>(i);
+        if (channels % 16 == 0) {
+          EACH(i, BLOCKS) {
+            int64_t k = t * per + i * 16 / channels;
+            x[i] = x[i] * scale[k] + zero[k];
+          }
+          return;
+        }
+        float row[D];
+        EACH(i, BLOCKS) save(row + i * 16, x[i]);
+        for (int64_t i = 0; i < D; ++i) row[i] = row[i] * scale[t * per + i / channels] + zero[t * per + i / channels];
+        EACH(i, BLOCKS) x[i] = load(row + i * 16);
+      });
     });
   }
+};
+
+// One head's share of the pools.
+struct Head : Queries {
+  const Args &a;
+  int64_t layer, b, h, w;
+  std::vector<float> &logits;
+
+  bool visible(int64_t column) const { return column >= a.rows[b] && column < a.seen; }
+
+  // -- coded tokens
+
+  const uint16_t *super(int64_t slot, int kind) const { return (const uint16_t *)a.super + slot * 6 + kind * 3; } // 0: of keys
 
   // the queries turned back to a window's first position, so that its keys need only be turned by their place in it
   void turn_back(int64_t position, const float *q, float *out) const {
@@ -440,7 +485,7 @@ struct Head {
       fetch(a.k_zero, (at + s + AHEAD) * size, size);
       if (unit[s] < 0) continue;
       turn_back(a.origin + unit[s] * w + shift, q, turned);
-      meta(a.k_scale, a.k_zero, (at + s) * D, D, at + s, 0, scale, zero);
+      meta(a.meta, a.k_scale, a.k_zero, (at + s) * D, D, super(at + s, 0), scale, zero);
       EACH(i, BLOCKS) save(scale + i * 16, load(scale + i * 16) * (1 / factor<BITS>(i)));
       const uint8_t *code = a.k_code + (at + s) * w * a.k_bytes;
       chunks(group, [&](auto size, int64_t lo) {
@@ -456,53 +501,17 @@ struct Head {
   // `p` is spoilt; `sum` [group, D] is scratch
   template <int BITS> void code_values(float *p, int64_t at, int64_t slots, float *scale, float *sum, float *out) const {
     const int64_t per = D / a.value_group, step = std::max<int64_t>(1, PIECE / w);
-    std::fill(sum, sum + group * D, 0.0f);
     for (int64_t s = 0; s < slots; s += step) {
       int64_t m = std::min(step, slots - s), n = m * w;
       float *zero = scale + n * per, *weight = p + s * w;
       const int64_t at_once = a.meta == U8 ? w : n; // tokens
       for (int64_t t = 0; t < n; t += at_once) {
         int64_t slot = at + s + t / w, i = t * per;
-        meta(a.v_scale, a.v_zero, slot * w * per, at_once * per, slot, 1, scale + i, zero + i);
+        meta(a.meta, a.v_scale, a.v_zero, slot * w * per, at_once * per, super(slot, 1), scale + i, zero + i);
       }
       const uint8_t *code = a.v_code + (at + s) * w * a.v_bytes;
-      if (per == 1) { // one scale per token: it goes into the weight, and all that zeros add is one number
-        for (int64_t g = 0; g < group; ++g) {
-          float *e = weight + g * span, rest = 0;
-          for (int64_t t = 0; t < n; ++t) rest += e[t] * zero[t], e[t] *= scale[t];
-          EACH(i, BLOCKS) save(out + g * D + i * 16, load(out + g * D + i * 16) + rest);
-        }
-        chunks(group, [&](auto size, int64_t lo) {
-          weigh<size()>(weight + lo * span, span, n, sum + lo * D, [&](int64_t t, v16 *x) INLINE {
-            __builtin_prefetch(code + t * a.v_bytes + NEAR);
-            codes<BITS>(code + t * a.v_bytes, x);
-          });
-        });
-        continue;
-      }
-      chunks(group, [&](auto size, int64_t lo) {
-        weigh<size()>(weight + lo * span, span, n, out + lo * D, [&](int64_t t, v16 *x) INLINE {
-          codes<BITS>(code + t * a.v_bytes, x);
-          EACH(i, BLOCKS) x[i] *= 1 / factor<BITS>(i);
-          if (a.value_group % 16 == 0) {
-            EACH(i, BLOCKS) {
-              int64_t k = t * per + i * 16 / a.value_group;
-              x[i] = x[i] * scale[k] + zero[k];
-            }
-            return;
-          }
-          float row[D];
-          EACH(i, BLOCKS) save(row + i * 16, x[i]);
-          for (int64_t i = 0; i < D; ++i) row[i] = row[i] * scale[t * per + i / a.value_group] + zero[t * per + i / a.value_group];
-          EACH(i, BLOCKS) x[i] = load(row + i * 16);
-        });
-      });
+      weigh_codes<BITS>(weight, n, code, a.v_bytes, a.value_group, scale, zero, sum, out);
     }
-    for (int64_t g = 0; g < group; ++g)
-      EACH(i, BLOCKS) {
-        float *to = out + g * D + i * 16;
-        save(to, load(to) + load(sum + g * D + i * 16) * (1 / factor<BITS>(i)));
-      }
   }
 
   // -- units
@@ -535,7 +544,8 @@ struct Head {
   void run(const float *q, const float *sink_q, const float *k, const float *v, float *out, float scaling, bool wanted) {
     const int64_t at = (layer * a.batch + b) * a.kv_heads + h;
     const int64_t choice = (layer * a.batch + b) * a.groups + h * a.groups / a.kv_heads; // the group that the head is in
-    const int64_t full = a.full.ragged ? a.full.ragged[at] : a.full.slots, coded = a.k_code ? a.coded.slots : 0;
+    const int64_t full = a.full.ragged ? a.full.ragged[at] : a.full.slots;
+    const int64_t coded = !a.k_code ? 0 : a.coded.ragged ? a.coded.ragged[at] : a.coded.slots;
     const int64_t full_at = first_slot(a.full, at), full_id = first_slot(a.full, choice);
     const int64_t code_at = first_slot(a.coded, at), code_id = first_slot(a.coded, choice);
     const int64_t used = a.sinks + (full + coded) * w, rest = 2 * (D / (a.k_code ? a.value_group : D)) * std::max(PIECE, w);
@@ -589,7 +599,129 @@ extern "C" void qevict_decode(const Args *a, int64_t layer, const float *q, cons
   const int64_t group = a->query_heads / a->kv_heads;
   for (int64_t i = 0; i < a->batch * a->kv_heads; ++i) {
     const int64_t at = i * group * D;
-    Head{*a, layer, i / a->kv_heads, i % a->kv_heads, group, a->window, 0, scratch}.run(
+    Head{{group, 0}, *a, layer, i / a->kv_heads, i % a->kv_heads, a->window, scratch}.run(
         q + at, sink_q + at, k + i * D, v + i * D, out + at, scaling, wanted);
   }
+}
+
+// -- a store that keeps every token ----------------------------------------------------------------------------------------
+
+extern "C" {
+
+// Rows of all heads of a layer; from one sequence, or KV head, to the next it is so many numbers.
+struct Rows {
+  const void *data;
+  int64_t batch, head;
+};
+
+// Tokens in a row, keys or values. See store/stream.py.
+struct Run {
+  int64_t count, bits; // bits: of codes; 0: tokens are in full
+  int64_t type;        // of tokens in full; of scales and zeros
+  int64_t shared;      // neighbouring tokens (keys) or channels (values) that have one scale and zero
+  Rows rows, scale, zero;
+  Rows channel; // fp16 that a decoded value's channels are multiplied by, or null
+};
+}
+
+namespace {
+
+// One head's share of the runs.
+struct Whole : Queries {
+  int64_t b, h;
+  std::vector<float> &scratch;
+
+  const void *start(const Rows &rows, int64_t type) const {
+    return (const char *)rows.data + (b * rows.batch + h * rows.head) * SIZE[type];
+  }
+
+  // a scale is the same for all tokens of a group: it goes into the queries, and all that zeros add is one number
+  template <int BITS> void code_logits(const float *q, const Run &run, float *scaled, float *out) const {
+    const void *scales = start(run.scale, run.type), *zeros = start(run.zero, run.type);
+    const uint8_t *code = (const uint8_t *)start(run.rows, U8);
+    constexpr int64_t bytes = D * BITS / 8;
+    alignas(64) float scale[D], zero[D];
+    for (int64_t s = 0; s < run.count; s += run.shared) {
+      const int64_t n = std::min(run.shared, run.count - s);
+      meta(run.type, scales, zeros, s / run.shared * D, D, nullptr, scale, zero);
+      EACH(i, BLOCKS) save(scale + i * 16, load(scale + i * 16) * (1 / factor<BITS>(i)));
+      for (int64_t i = 0; i < group * D; ++i) scaled[i] = q[i] * scale[i % D];
+      chunks(group, [&](auto size, int64_t lo) {
+        dots<size()>(scaled + lo * D, n, out + lo * span + s, span, [&](int64_t t, v16 *x) INLINE {
+          __builtin_prefetch(code + (s + t) * bytes + NEAR);
+          codes<BITS>(code + (s + t) * bytes, x);
+        });
+      });
+      for (int64_t g = 0; g < group; ++g) {
+        float rest = 0, *row = out + g * span + s;
+        for (int64_t i = 0; i < D; ++i) rest += q[g * D + i] * zero[i];
+        for (int64_t t = 0; t < n; ++t) row[t] += rest;
+      }
+    }
+  }
+
+  // `p` is spoilt; `part` and `sum` [group, D] are scratch
+  template <int BITS> void code_values(float *p, const Run &run, float *scale, float *part, float *sum, float *out) const {
+    const void *scales = start(run.scale, run.type), *zeros = start(run.zero, run.type);
+    const uint8_t *code = (const uint8_t *)start(run.rows, U8);
+    const int64_t per = D / run.shared, bytes = D * BITS / 8;
+    std::fill(part, part + group * D, 0.0f);
+    for (int64_t s = 0; s < run.count; s += PIECE) {
+      const int64_t n = std::min(PIECE, run.count - s);
+      meta(run.type, scales, zeros, s * per, n * per, nullptr, scale, scale + n * per);
+      weigh_codes<BITS>(p + s, n, code + s * bytes, bytes, run.shared, scale, scale + n * per, sum, part);
+    }
+    const void *channel = run.channel.data ? start(run.channel, F16) : nullptr;
+    for (int64_t i = 0; i < group * D; ++i) out[i] += part[i] * (channel ? load1<F16>(channel, i % D) : 1);
+  }
+
+  void run(const float *q, const Run *keys, const Run *values, int64_t runs, float *out, float *mass, float scaling) {
+    int64_t used = 0, per = 1;
+    for (int64_t i = 0; i < runs; ++i) {
+      used += keys[i].count;
+      if (values[i].bits) per = std::max(per, D / values[i].shared);
+    }
+    span = (used + 15) / 16 * 16;
+    scratch.resize(group * (span + 4 * D) + 2 * per * PIECE + 16);
+    float *logits = scratch.data(), *scaled = logits + group * span, *other = scaled + group * D, *part = other + group * D;
+    float *sum = part + group * D, *scales = sum + group * D;
+    for (int64_t i = 0; i < group * D; ++i) scaled[i] = q[i] * scaling, sum[i] = 0;
+
+    float *to = logits;
+    for (const Run *r = keys; r < keys + runs; to += r++->count)
+      if (r->bits)
+        with_bits(r->bits, [&](auto bits) { code_logits<bits()>(scaled, *r, other, to); });
+      else
+        with_type(r->type, [&](auto type) { dense_logits<type()>(scaled, start(r->rows, type()), 0, r->count, to); });
+    if (mass) std::fill(mass, mass + used, 0.0f);
+    for (int64_t g = 0; g < group; ++g) {
+      float *row = logits + g * span;
+      std::fill(row + used, row + span, HIDDEN);
+      const float norm = 1 / softmax(row, span);
+      for (int64_t t = 0; t < used; ++t) row[t] *= norm;
+      for (int64_t t = 0; mass && t < used; ++t) mass[t] += row[t] * (1.0f / group);
+    }
+    to = logits;
+    for (const Run *r = values; r < values + runs; to += r++->count)
+      if (r->bits)
+        with_bits(r->bits, [&](auto bits) { code_values<bits()>(to, *r, scales, part, other, sum); });
+      else
+        with_type(r->type, [&](auto type) { dense_values<type()>(to, start(r->rows, type()), 0, r->count, sum); });
+    std::memcpy(out, sum, group * D * 4);
+  }
+};
+
+} // namespace
+
+// All tokens of a layer's sequences, in equally many runs of keys and of values, that may be cut elsewhere. q, out: [batch,
+// query_heads, dim]; mass: [batch, kv_heads, tokens] mean attention of a KV head's queries, or null.
+extern "C" void qevict_attend(int64_t batch, int64_t kv_heads, int64_t query_heads, const Run *keys, const Run *values,
+                              int64_t runs, const float *q, float *out, float *mass, float scaling) {
+  thread_local std::vector<float> scratch;
+  const int64_t group = query_heads / kv_heads;
+  int64_t tokens = 0;
+  for (int64_t i = 0; i < runs; ++i) tokens += keys[i].count;
+  for (int64_t i = 0; i < batch * kv_heads; ++i)
+    Whole{{group, 0}, i / kv_heads, i % kv_heads, scratch}.run(
+        q + i * group * D, keys, values, runs, out + i * group * D, mass ? mass + i * tokens : nullptr, scaling);
 }

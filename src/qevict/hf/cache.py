@@ -100,7 +100,7 @@ class TierCache(Cache):
         budget: a fraction of FullKV's bytes, or a :class:`Budget`.
         dtype: storage type of full-precision keys and values; None: the model's.
         backend: how single tokens are decoded: ``reference`` (PyTorch), ``cpu`` or ``triton`` (the fused kernels of CPUs and GPUs),
-            or ``auto``: the kernel of the device where it can be had and knows the head dimension.
+            or ``auto``: the kernel of the device where it can be had and knows the head dimension and the method's codes.
 
     Raises:
         ValueError: an unsupported family, sliding-window attention, or length-dependent RoPE.
@@ -124,17 +124,17 @@ class TierCache(Cache):
         self.geometry = geometry_of(config, dtype or model.dtype)
         if backend not in BACKENDS:
             raise ValueError(f"backend={backend!r}: choose one of {', '.join(BACKENDS)}")
-        if backend in DECODERS and isinstance(policy, Quantizer):
-            name = type(policy).__name__
-            raise ValueError(f"backend={backend}: {name} is decoded by the reference; use backend=auto or reference")
         self.backend = backend
         self.rope = Rope(model.get_decoder().rotary_emb)
-        if config._attn_implementation != NAME:
-            model.set_attn_implementation(NAME)
         self.policy = policy
         self.budget = budget if isinstance(budget, Budget) else Budget(fraction=budget)
         policy.codec(self.geometry)  # a codec that does not fit the head dimension says so now
         self.tables = policy.tables(model) if isinstance(policy, Quantizer) else None
+        if backend in DECODERS and backend not in policy.kernels:
+            name = type(policy).__name__
+            raise ValueError(f"backend={backend}: {name} is decoded by the reference; use backend=auto or reference")
+        if config._attn_implementation != NAME:
+            model.set_attn_implementation(NAME)
         super().__init__(layers=[TierLayer(self, i) for i in range(self.geometry.layers)])
         self.reset()
 
@@ -151,13 +151,14 @@ class TierCache(Cache):
         Raises:
             ValueError: the backend that was asked for does not work here.
         """
-        if self.backend == "reference" or isinstance(self.policy, Quantizer):
+        if self.backend == "reference":
             return "reference"
         auto, dim = self.backend == "auto", self.geometry.head_dim
         name = ("triton" if device.type == "cuda" else "cpu") if auto else self.backend
         why = _refusal(name, dim, device)
         if auto:
-            return "reference" if why or (name == "cpu" and not cpu.available(dim)) else name
+            usable = not why and name in self.policy.kernels and (name != "cpu" or cpu.available(dim))
+            return name if usable else "reference"
         if why:
             raise ValueError(f"backend={name}: {why}; use backend=auto or reference")
         if name == "cpu":
@@ -212,7 +213,7 @@ class TierCache(Cache):
             real, shift = _prompt_grid(k.shape[0], n, mask, positions, k.device)
             common = (self.geometry, self.policy, self.budget, self.rope, real, shift)
             if isinstance(self.policy, Quantizer):
-                self.store = History(*common, self.tables)
+                self.store = History(*common, self.tables, self.decoder(k.device) == "cpu")
             else:
                 self.store = Arena(*common, self.decoder(k.device))
             self._real = real

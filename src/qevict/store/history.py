@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from qevict.budget import Budget, Geometry, Layout
+from qevict.engine import cpu
 from qevict.engine.reference import Block, attend, projected_norm
 from qevict.hf.rope import Rope
 from qevict.policy import FULL, Candidates, PromptView, select
-from qevict.store.stream import Field, Growing, Side
+from qevict.store.stream import Field, Growing, Run, Side
 
 if TYPE_CHECKING:
     from qevict.quantizer import Quantizer, Tables
@@ -37,6 +38,7 @@ class HistoryLayer:
     def __init__(self, policy: Quantizer, g: Geometry, rope: Rope, view: PromptView, first: Tensor, tables: Tables | None):
         self.policy, self.g, self.rope, self.first = policy, g, rope, first
         self.n = self.seen = 0  # tokens held, tokens passed
+        self.fused = False  # single tokens are decoded by the fused CPU kernel
         self.position: Tensor | None = None  # [b, H, n] int32, only if tokens were evicted and keys are coded before RoPE
         self.score: Growing | None = None
         k = view.k.to(g.dtype).float()
@@ -89,6 +91,17 @@ class HistoryLayer:
         for lo in range(0, self.n, BLOCK_TOKENS):
             yield Block(*self.read(lo, min(lo + BLOCK_TOKENS, self.n)), None, 1)
 
+    def runs(self) -> tuple[list[Run], list[Run]]:
+        """Keys and values, in equally many runs and in one order of tokens, for the fused kernel."""
+        return self.keys.runs(), self.values.runs()
+
+    def attend(self, q: Tensor, scaling: float, wanted: bool) -> tuple[Tensor, Tensor | None]:
+        """Output of one query per sequence over all tokens, and ``[b, H, n]`` the attention they get, if ``wanted``."""
+        if self.fused:
+            return cpu.attend(q, *self.runs(), scaling, wanted)
+        out, mass = attend(q, self.blocks(), scaling, mass_queries=int(wanted))
+        return out, torch.cat(mass, -1) if wanted else None
+
     def decode(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """Store and attend one generated token."""
         policy = self.policy
@@ -96,8 +109,7 @@ class HistoryLayer:
         if policy.codes_first:
             self.age(None)
         wanted = self.score is not None or policy.wants_attention(self.base, self.n)
-        out, mass = attend(q, self.blocks(), scaling, mass_queries=int(wanted))
-        mass = torch.cat(mass, -1) if wanted else None
+        out, mass = self.attend(q, scaling, wanted)
         self._collect(mass)
         self.age(mass)
         return out
@@ -145,9 +157,9 @@ class HistoryLayer:
         candidate = (unit >= self.policy.sink) & (unit < n - evict.observe)
         weight = projected_norm(v, module) if evict.weighs_values else None
         room = torch.tensor(count - int((~candidate[0, 0]).sum()), device=k.device).view(1, 1, 1)
-        c = Candidates(unit, candidate, score, None, weight, room, room)
+        c = Candidates(unit, candidate, score, None, weight, room, room, torch.zeros_like(room))
         c = evict.refresh(c) if again else c
-        tier = select(evict.rank(c), unit, candidate, torch.zeros_like(candidate), room, torch.zeros_like(room), "on")
+        tier = select(evict.rank(c), unit, candidate, torch.zeros_like(candidate), c.full, c.codes, "on")
         index = (~candidate | (tier == FULL)).nonzero()[:, -1].view(*score.shape[:2], count)
         if self.policy.plain_keys:
             self.position = self.positions(n).expand(score.shape).gather(-1, index).int()
@@ -209,16 +221,25 @@ class Group:
 class History:
     """The store of all layers of a batch, for quantizers.
 
-    Args: as for :class:`qevict.store.arena.Arena`; ``tables`` is what was calibrated before, per layer.
+    Args: as for :class:`qevict.store.arena.Arena`; ``tables`` is what was calibrated before, per layer; ``fused``: single tokens
+        are decoded by the fused CPU kernel (needs ``policy.kernels``).
 
     Raises:
         BudgetError: the budget is below what the method holds.
     """
 
     def __init__(
-        self, g: Geometry, policy: Quantizer, budget: Budget, rope: Rope, real: Tensor, shift: Tensor, tables: list[Tables] | None
+        self,
+        g: Geometry,
+        policy: Quantizer,
+        budget: Budget,
+        rope: Rope,
+        real: Tensor,
+        shift: Tensor,
+        tables: list[Tables] | None,
+        fused: bool = False,
     ):
-        self.geometry, self.policy, self.budget, self.rope, self.tables = g, policy, budget, rope, tables
+        self.geometry, self.policy, self.budget, self.rope, self.tables, self.fused = g, policy, budget, rope, tables, fused
         self.batch, self.prompt = real.shape
         self.seen, self.device = self.prompt, real.device
         self.modules: dict[int, weakref.ref] = {}
@@ -265,6 +286,7 @@ class History:
             part = view.rows(group.rows, group.length)
             tables = None if self.tables is None else self.tables[layer]
             held = self.policy.new_layer(self.geometry, self.rope, part, group.first, tables)
+            held.fused = self.fused
             group.layers.append(held)
             if evict is None:
                 held.fill(part.k, part.v)

@@ -55,6 +55,27 @@ class TokenCodec(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Run:
+    """Tokens in a row as the fused CPU kernel reads them; the rows of a head lie together, there may be more than ``count``.
+
+    Args:
+        rows: tokens in full ``[b, H, rows, d]``, or packed codes.
+        bits: of a code; 0: tokens are in full.
+        shared: consecutive tokens (of keys, after RoPE) or channels (of values) that have one scale and one zero.
+        scale, zero: of keys ``[b, H, count / shared, d]``, of values ``[b, H, count, d / shared]``.
+        channel: ``[b, H, 1, d]`` fp16 that a decoded value is multiplied by.
+    """
+
+    count: int
+    rows: Tensor
+    bits: int = 0
+    shared: int = 1
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+    channel: Tensor | None = None
+
+
 class Growing:
     """A tensor ``[b, heads, rows, ...]`` of a field that rows are added to."""
 
@@ -160,6 +181,12 @@ class Side:
         if hi > end:
             parts.append(self.tail.read(max(lo, end) - end, hi - end).float())
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+    def runs(self) -> list[Run]:
+        """All tokens, for the fused kernel. The codec's ``run(data, count)`` describes ``count`` coded ones; its tensors may have
+        spare rows."""
+        coded = self.codec.run({name: x.data for name, x in self.coded.items()}, self.count)
+        return [Run(self.sink.count, self.sink.data), coded, Run(self.tail.count, self.tail.data)]
 
     def select(self, index: Tensor) -> None:
         self.codec = self.codec.select(index)

@@ -22,7 +22,7 @@ from qevict.hf.rope import Rope
 from qevict.policy import PromptView, rank_of
 from qevict.store.codec import affine, pack, quantize, stored, unpack
 from qevict.store.history import HistoryLayer
-from qevict.store.stream import Field, Growing
+from qevict.store.stream import Field, Growing, Run
 
 if TYPE_CHECKING:
     from baselines.zipcache import ZipCache
@@ -111,7 +111,31 @@ class TwoClassLayer(HistoryLayer):
             codes = quantize(x, self.coded[scale].float(), self.coded[zero].float(), bits)
             if kind == "v" and joint:
                 codes = codes.squeeze(1).unflatten(2, v.shape[1::2]).transpose(1, 2)
-            self.coded[code] = pack(codes, bits)
+            self.coded[code] = pack(codes, bits).contiguous()
+
+    def runs(self) -> tuple[list[Run], list[Run]]:
+        """One class after the other, then the newest."""
+        runs, heads, dim = ([], []), self.g.kv_heads, self.g.head_dim
+        for name, bits in (("high", self.policy.high_bits), ("low", self.policy.low_bits)):
+            for side, kind in zip(runs, "kv", strict=True):
+                code, scale, zero = (self.coded[f"{name}_{kind}_{part}"] for part in ("code", "scale", "zero"))
+                count = code.shape[2]
+                if kind == "k":
+                    side.append(Run(count, code, bits, max(1, count), scale, zero))
+                else:
+                    meta = (x.expand(-1, heads, -1, -1) for x in (scale, zero))
+                    side.append(Run(count, code, bits, dim, *meta, self.coded["channel"]))
+        for side, tail in zip(runs, self.tails, strict=True):
+            side.append(Run(tail.count, tail.data))
+        return runs
+
+    def attend(self, q: Tensor, scaling: float, wanted: bool) -> tuple[Tensor, Tensor | None]:
+        out, mass = super().attend(q, scaling, wanted)
+        if self.fused and wanted:  # by class, see runs
+            high = self.salient()
+            place = torch.where(high, high.cumsum(-1), high.sum(-1, keepdim=True) + (~high).cumsum(-1)) - 1
+            mass = torch.cat((mass.gather(-1, place), mass[..., self.count :]), -1)
+        return out, mass
 
     def read(self, lo: int, hi: int) -> tuple[Tensor, Tensor]:
         parts = [[], []]
