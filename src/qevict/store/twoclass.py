@@ -4,8 +4,8 @@ Keys: per channel over all tokens of a class. Values: channels are brought to on
 of all KV heads (row ``r`` takes the r-th such token of every head). A bitmap names each token's class.
 
 An evictor selects more often than the method codes anew, and rounding would add up. With one, values are coded per token and KV
-head, tokens keep their class as far as the classes' sizes allow, channel scales stay and the ranges of keys only widen; what
-was coded before then gets the same codes again.
+head, tokens keep their class as far as the classes' sizes allow, and the channel scales and the ranges of keys stay those of the
+prompt (later keys are clamped to them), so that what was coded before gets the same codes again.
 """
 
 from __future__ import annotations
@@ -96,17 +96,17 @@ class TwoClassLayer(HistoryLayer):
 
     def _encode(self, name: str, bits: int, k: Tensor, v: Tensor, old: dict[str, Tensor]) -> None:
         """One class, ``[b, H, r, d]`` each; row ``r`` of the values is the r-th such token of every head together, or, with an
-        evictor, of each head. ``old`` are the codes before, whose ranges of keys are kept or widened."""
+        evictor, of each head. ``old`` are the codes before, whose ranges of keys are kept."""
         joint = self.policy.evict is None
         row = v.transpose(1, 2).flatten(2).unsqueeze(1) if joint else v
         for kind, x, dim in (("k", k, 2), ("v", row, 3)):
             code, scale, zero = (f"{name}_{kind}_{part}" for part in ("code", "scale", "zero"))
-            shape = (*x.shape[:dim], 1, *x.shape[dim + 1 :])
-            meta = affine(x, dim, bits) if x.shape[2] else (x.new_zeros(shape), x.new_zeros(shape))
-            if kind == "k" and x.shape[2] and code in old and old[code].shape[2]:
-                low, step = (old[m].float() for m in (zero, scale))
-                low, high = low.minimum(meta[1]), (low + step * (2**bits - 1)).maximum(x.amax(2, keepdim=True))
-                meta = (high - low) / (2**bits - 1), low
+            if kind == "k" and code in old and old[code].shape[2]:
+                meta = old[scale], old[zero]
+            elif x.shape[2]:
+                meta = affine(x, dim, bits)
+            else:
+                meta = (x.new_zeros(*x.shape[:dim], 1, *x.shape[dim + 1 :]),) * 2
             self.coded[scale], self.coded[zero] = (stored(m, HALF) for m in meta)
             codes = quantize(x, self.coded[scale].float(), self.coded[zero].float(), bits)
             if kind == "v" and joint:
