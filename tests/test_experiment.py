@@ -57,7 +57,7 @@ def test_a_cell_is_the_run_that_compare_makes():
 
 def test_the_key_ignores_where_things_lie_and_nothing_else():
     base = config_of("method=qevict")
-    same = ("results_dir=x", "progress=false", "logger=wandb", "model.path=elsewhere/smollm2-135m")
+    same = ("results_dir=x", "progress=false", "logger=wandb", "model.path=elsewhere/smollm2-135m", "+method.shares=null")
     other = ("budget=0.2", "budget_bytes=5000", "method.q=0.5", "task.n=3", "task.haystack=essays", "seed=1", "model.path=other")
     assert {key(config_of("method=qevict", o)) for o in same} == {key(base)}
     assert len({key(base), *(key(config_of("method=qevict", o)) for o in other)}) == len(other) + 1

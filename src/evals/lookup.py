@@ -19,16 +19,18 @@ from evals.runner import PATHS
 
 
 def key(config: DictConfig) -> str:
-    """Eight hex digits of what decides a run's result. Of paths the last part counts, so that machines agree."""
+    """Eight hex digits of what decides a run's result. Of paths the last part counts, so that machines agree; fields of a method
+    that a record does not have, because they are newer, are at their defaults."""
     c = OmegaConf.to_container(config, resolve=True)
     asked = (float(c["budget"]), None, None)
     if c["budget_bytes"] is not None or c["budget_tokens"] is not None:
         asked = (None, c["budget_bytes"], c["budget_tokens"])
-    if instantiate(config.method).unlimited:
+    method = instantiate(config.method)
+    if method.unlimited:
         asked = None
     task = {k: Path(v).name if k in PATHS and isinstance(v, str) else v for k, v in c["task"].items()}
     model = c["model"] | {"path": Path(c["model"]["path"]).name}
-    parts = {k: c[k] for k in ("method_name", "method", "cache", "seed", "backend")}
+    parts = {k: c[k] for k in ("method_name", "cache", "seed", "backend")} | {"method": [c["method"]["_target_"], repr(method)]}
     return digest(parts | {"budget": asked, "task": task, "model": model})
 
 
