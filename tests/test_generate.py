@@ -218,6 +218,17 @@ def test_padding_inside_a_later_turn_is_refused(llama):
         call(llama, cache, tokens(2, 10), mask)
 
 
+def test_a_cache_of_other_sequences_and_empty_prompts_are_refused(llama):
+    cache, ids = TierCache(llama, QEvict(), TIGHT), tokens(2, 50)
+    mask = torch.ones_like(ids)
+    mask[1] = 0
+    with pytest.raises(ValueError, match=r"the prompts \[1\] of the batch are all padding"):
+        call(llama, cache, ids, mask)
+    call(llama, cache, ids)
+    with pytest.raises(ValueError, match=r"a batch of 3 for a cache that holds 2 sequences of 50 tokens: .*reset\(\)"):
+        call(llama, cache, tokens(3, 1))
+
+
 @pytest.mark.parametrize("name", EVICTING)
 def test_two_long_calls_in_a_row_need_a_new_turn(name):
     cache = TierCache(tiny(), METHODS[name], TIGHT)

@@ -273,6 +273,7 @@ BAD = {
     "task.n=1.5": ["n=1.5", "whole number"],
     "model.path=null": ["model.path=None", "text"],
     "logger.name=foo": ["foo", "wandb"],
+    "+method.nothing=1": ["QEvict has no field nothing"],
     "budget=0.0001": ["smallest workable", "budget>="],
     "task.length=4096": ["2048 positions", "task.length"],
     "task.length=50": ["task.length=50", "too small"],

@@ -20,6 +20,7 @@ from qevict.store.stream import Field
 
 LONG = 256  # tokens from which a prompt has a meaningful 99.5th percentile
 SAMPLES = 1 << 16  # values that a prompt's codebook is fitted to
+GRID = 1024  # steps of 1, to which those of a short prompt are rounded first
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ class KVQuantSelf(Quantizer):
             ("v", v, (top + bottom) / 2, (top - bottom) / 2, v_weight),
         ):
             y = (x - mid) / wide.clamp_min(torch.finfo(HALF).tiny)
+            if len(k) < LONG:  # among few values noise in the last place would move a centroid, or a value in or out
+                y = (y * GRID).round() / GRID
             inside = (y.abs() <= 1) & (wide > 0)
             y, weight = y[inside], None if weight is None else weight[inside]
             if not len(y):  # a constant prompt

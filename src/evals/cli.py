@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 
@@ -18,6 +19,10 @@ def one_line(error: Exception) -> str:
     if isinstance(error, InstantiationException) and error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split())
+    if isinstance(error, TypeError) and (
+        unknown := re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", text)
+    ):
+        return f"{unknown[1]} has no field {unknown[2]}: leave it out, see python run.py --help"
     return text if isinstance(error, ValueError | OSError | RuntimeError) and text else f"{type(error).__name__}: {text}"
 
 

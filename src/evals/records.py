@@ -50,12 +50,16 @@ def writing(path: Path):
 
 
 def write_json(path: Path, value: object) -> None:
+    overwrite(path, (json.dumps(value, indent=1, default=str) + "\n").encode())
+
+
+def overwrite(path: Path, data: bytes) -> None:
     """Atomically: a killed process leaves the old file or the new one."""
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
     with writing(path):
         try:
-            with open(scratch, "w") as file:
-                file.write(json.dumps(value, indent=1, default=str) + "\n")
+            with open(scratch, "wb") as file:
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(scratch, path)
@@ -148,10 +152,7 @@ class RunDir:
             else:
                 damaged += 1
         if damaged:
-            with writing(self.samples):
-                scratch = self.samples.with_suffix(".tmp")
-                scratch.write_bytes(b"".join(good))
-                os.replace(scratch, self.samples)
+            overwrite(self.samples, b"".join(good))
         self.damaged = damaged
 
     def append(self, row: dict) -> None:

@@ -162,7 +162,7 @@ class Quantizer(Policy):
             raise BudgetError(
                 f"{type(self).__name__} keeps every token: at {seen + ahead} tokens it holds {held} bytes, the budget is "
                 f"{allowed}; its floor here is {fix} or {held} bytes (budget=1 runs it as it is), or compose it with an evictor "
-                "(method.evict, such as method=kivi_snapkv)"
+                "(method.evict, as in method=kivi_snapkv, zipcache_snapkv and kvquant_self_snapkv)"
             )
 
     def _share(self, g: Geometry, budget: Budget, prompt: int, seen: int) -> Layout:

@@ -218,6 +218,11 @@ class TierCache(Cache):
                 self.store = Arena(*common, self.decoder(k.device))
             self._real = real
             self.turn_open = False
+        elif len(k) != self.store.batch:
+            raise ValueError(
+                f"a batch of {len(k)} for a cache that holds {self.store.batch} sequences of {self.store.seen} tokens: make a new "
+                "cache, or call cache.reset()"
+            )
         elif n == 1:
             self.turn_open = True
             self.store.begin(1)
@@ -275,6 +280,9 @@ def _prompt_grid(batch: int, n: int, mask: Tensor | None, positions: Tensor | No
     real = torch.ones(batch, n, dtype=torch.bool, device=device)
     if mask is not None:
         real = _allowed(mask)[:, 0, -1, :n].expand(batch, n)
+    if not bool(real.any(-1).all()):
+        empty = (~real.any(-1)).nonzero().flatten().tolist()
+        raise ValueError(f"the prompts {empty} of the batch are all padding: leave them out, or give them a token")
     if not bool(real[:, -1].all()) or bool((real[:, :-1] & ~real[:, 1:]).any()):
         raise ValueError("the prompt is padded on the right or in the middle: pad on the left (tokenizer.padding_side='left')")
     column = torch.arange(n, device=device)

@@ -4,8 +4,8 @@ Keys: per channel over all tokens of a class. Values: channels are brought to on
 of all KV heads (row ``r`` takes the r-th such token of every head). A bitmap names each token's class.
 
 An evictor selects more often than the method codes anew, and rounding would add up. With one, values are coded per token and KV
-head, tokens keep their class as far as the classes' sizes allow, and the channel scales and the ranges of keys stay those of the
-prompt (later keys are clamped to them), so that what was coded before gets the same codes again.
+head, tokens keep their class as far as the classes' sizes allow, and the channel scales and the ranges of keys stay once they are
+those of ``SETTLED`` tokens (later keys are clamped to them), so that what was coded before gets the same codes again.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from baselines.zipcache import ZipCache
 
 HALF = torch.float16
+SETTLED = 64  # tokens of a class that say what keys are like
 
 
 def channel_scale(v: Tensor) -> Tensor:
@@ -85,7 +86,8 @@ class TwoClassLayer(HistoryLayer):
         padded = pad(high, (0, -target % 8)).unflatten(-1, (-1, 8))
         self.bitmap = (padded * weight).sum(-1).to(torch.uint8)
         old = {} if self.policy.evict is None else self.coded
-        self.coded = {"channel": old.get("channel", channel_scale(v).to(HALF))}
+        settled = "channel" in old and sum(old[f"{name}_k_code"].shape[2] for name in ("high", "low")) >= SETTLED
+        self.coded = {"channel": old["channel"] if settled else channel_scale(v).to(HALF)}
         for name, bits, mask in self._classes(high):
             part = mask.nonzero()[:, -1].view(*mask.shape[:2], -1)  # as many in every head
             take = part.unsqueeze(-1).expand(-1, -1, -1, k.shape[-1])
@@ -96,12 +98,12 @@ class TwoClassLayer(HistoryLayer):
 
     def _encode(self, name: str, bits: int, k: Tensor, v: Tensor, old: dict[str, Tensor]) -> None:
         """One class, ``[b, H, r, d]`` each; row ``r`` of the values is the r-th such token of every head together, or, with an
-        evictor, of each head. ``old`` are the codes before, whose ranges of keys are kept."""
+        evictor, of each head. ``old`` are the codes before, whose ranges of keys are kept if they are those of many."""
         joint = self.policy.evict is None
         row = v.transpose(1, 2).flatten(2).unsqueeze(1) if joint else v
         for kind, x, dim in (("k", k, 2), ("v", row, 3)):
             code, scale, zero = (f"{name}_{kind}_{part}" for part in ("code", "scale", "zero"))
-            if kind == "k" and code in old and old[code].shape[2]:
+            if kind == "k" and code in old and old[code].shape[2] >= SETTLED:
                 meta = old[scale], old[zero]
             elif x.shape[2]:
                 meta = affine(x, dim, bits)
