@@ -57,11 +57,18 @@ def test_a_cell_is_the_run_that_compare_makes():
 
 def test_the_key_ignores_where_things_lie_and_nothing_else():
     base = config_of("method=qevict")
-    same = ("results_dir=x", "progress=false", "logger=wandb", "model.path=elsewhere/smollm2-135m", "+method.shares=null")
+    same = ("results_dir=x", "progress=false", "logger=wandb", "model.path=elsewhere/smollm2-135m")
     other = ("budget=0.2", "budget_bytes=5000", "method.q=0.5", "task.n=3", "task.haystack=essays", "seed=1", "model.path=other")
     assert {key(config_of("method=qevict", o)) for o in same} == {key(base)}
     assert len({key(base), *(key(config_of("method=qevict", o)) for o in other)}) == len(other) + 1
     assert key(config_of("method=fullkv", "budget=0.2")) == key(config_of("method=fullkv"))
+
+
+def test_the_key_of_a_record_from_before_a_field_is_that_of_its_default():
+    base = config_of("method=qevict")
+    older = OmegaConf.create(OmegaConf.to_container(base))
+    del older.method["shares"]
+    assert key(older) == key(base)
 
 
 def test_a_sweep_does_what_is_left_lists_failures_and_goes_on(folder, tmp_path, capsys):  # noqa: F811

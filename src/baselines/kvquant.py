@@ -74,12 +74,10 @@ class KVQuantSelf(Quantizer):
         return 2 * (2 * g.kv_heads * g.head_dim + 2 * 2**self.bits + 4 * self.normed)
 
     def codecs(self, g: Geometry, k: Tensor, v: Tensor, tables: Tables | None) -> tuple[NuqCodec, NuqCodec]:
-        if tables is None:
+        own = tables is None
+        if own:
             each = [self.calibrate(g, k[i], v[i]) for i in range(len(k))]
             tables = {name: torch.cat([t[name] for t in each]) for name in each[0]}
-            own = True
-        else:
-            own = False
         common, t, joint = self._common(g), tables, self.evict is None
         keys = NuqCodec(*common, t["k_book"], t.get("k_norm"), t["k_middle"], t["k_half"], own, joint)
         return keys, NuqCodec(*common, t["v_book"], t.get("v_norm"), None, None, own, joint)
@@ -108,18 +106,16 @@ class KVQuantSelf(Quantizer):
             ("v", v, (top + bottom) / 2, (top - bottom) / 2, v_weight),
         ):
             y = (x - mid) / wide.clamp_min(torch.finfo(HALF).tiny)
-            if len(k) < LONG:  # among few values noise in the last place would move a centroid, or a value in or out
-                y = (y * GRID).round() / GRID
+            # among few values noise in the last place would move a centroid, or a value in or out
+            y = (y * GRID).round() / GRID if len(k) < LONG else y
             inside = (y.abs() <= 1) & (wide > 0)
             y, weight = y[inside], None if weight is None else weight[inside]
             if not len(y):  # a constant prompt
                 y = torch.linspace(-1, 1, 2**self.bits)
-            if weight is None and len(y) > SAMPLES:
-                y = y[:: -(-len(y) // SAMPLES)]
-            book = kmeans_1d(y, 2**self.bits, weight).to(HALF)
-            out[f"{name}_book"] = book[None]
+            y = y[:: -(-len(y) // SAMPLES)] if weight is None else y
+            out[f"{name}_book"] = book = kmeans_1d(y, 2**self.bits, weight).to(HALF)[None]
             if self.normed:
-                out[f"{name}_norm"] = q_norm(y, book.float()).to(HALF)[None]
+                out[f"{name}_norm"] = q_norm(y, book[0].float()).to(HALF)[None]
         return out
 
 
