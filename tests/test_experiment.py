@@ -69,6 +69,10 @@ def test_the_key_of_a_record_from_before_a_field_is_that_of_its_default():
     older = OmegaConf.create(OmegaConf.to_container(base))
     del older.method["shares"]
     assert key(older) == key(base)
+    base = config_of("method=qevict", "task=fidelity")
+    older = OmegaConf.create(OmegaConf.to_container(base))
+    del older.task["offset"]
+    assert key(older) == key(base) != key(config_of("method=qevict", "task=fidelity", "task.offset=1"))
 
 
 def test_a_sweep_does_what_is_left_lists_failures_and_goes_on(folder, tmp_path, capsys):  # noqa: F811

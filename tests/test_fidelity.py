@@ -96,11 +96,14 @@ def test_texts(tmp_path):
     made = Fidelity(n=3, context=200, forced=20).items(tokenizer, 8192)
     assert [i.id for i in made] == ["pydoc-0000", "pydoc-0001", "pydoc-0002"] and len({i.sha for i in made}) == 3
     assert all(len(i.payload[1]) == 221 for i in made)
+    others = Fidelity(n=2, context=200, forced=20, offset=3).items(tokenizer, 8192)
+    assert others[0].id == "pydoc-0003" and not {i.sha for i in others} & {i.sha for i in made}
     file = tmp_path / "own.txt"
     file.write_text("word " * 400)
     assert [i.id for i in Fidelity(sources=(str(file),), n=1, context=100, forced=9).items(tokenizer, 8192)] == ["own-0000"]
     for bad, words in (
         ({"sources": (str(file),), "n": 9, "context": 100}, "fewer than task.n=9 pieces"),
+        ({"n": 2, "context": 2000, "offset": 1000}, "from task.offset=1000 on"),
         ({"sources": ("nowhere",)}, "is no text file: choose pydoc, multi_news, gsm8k or a file"),
         ({"sources": ("multi_news",), "data": str(tmp_path)}, "multi_news.jsonl"),
         ({"context": 9000}, "the model has 8192 positions"),

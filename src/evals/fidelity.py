@@ -75,6 +75,8 @@ class Fidelity:
         context: tokens that are prefilled.
         forced: tokens that are fed one by one.
         batch: texts at a time.
+        offset: pieces of each source that are passed over before the first, so that choices are made on other texts than they
+            are reported on.
         data: folder that holds the prepared data of ``multi_news`` and ``gsm8k`` (folders ``longbench``, ``gsm8k``).
     """
 
@@ -83,6 +85,7 @@ class Fidelity:
     context: int = 1024
     forced: int = 128
     batch: int = 8
+    offset: int = 0
     data: str | None = None
 
     name: ClassVar[str] = "fidelity"
@@ -90,9 +93,9 @@ class Fidelity:
     def __post_init__(self):
         check_fields(self)
         object.__setattr__(self, "sources", (self.sources,) if isinstance(self.sources, str) else tuple(self.sources))
-        for field in ("n", "context", "forced", "batch"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"task.{field}={getattr(self, field)}: it has to be 1 or more")
+        for field, low in (("n", 1), ("context", 1), ("forced", 1), ("batch", 1), ("offset", 0)):
+            if getattr(self, field) < low:
+                raise ValueError(f"task.{field}={getattr(self, field)}: it has to be {low} or more")
 
     # -- texts ----------------------------------------------------------------------------------------------------------
 
@@ -121,7 +124,7 @@ class Fidelity:
         out = []
         for source in self.sources:
             pieces = self._pieces([tokenizer(t, add_special_tokens=False).input_ids for t in self._texts(source)], need, source)
-            for i, ids in enumerate(pieces):
+            for i, ids in enumerate(pieces, self.offset):
                 sha = hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:16]
                 name = source if "/" not in source else Path(source).stem
                 out.append(Item(f"{name}-{i:04d}", sha, self.context, need - 1, (name, ids)))
@@ -130,13 +133,16 @@ class Fidelity:
     def _pieces(self, documents: list[list[int]], need: int, source: str) -> list[list[int]]:
         """``n`` pieces of ``need`` tokens that do not overlap: one per long enough document, or evenly spaced in a single one."""
         if len(documents) > 1:
-            pieces = [d[:need] for d in documents if len(d) >= need][: self.n]
+            pieces = [d[:need] for d in documents if len(d) >= need][self.offset :][: self.n]
         else:
             room = len(documents[0]) // need
-            pieces = [documents[0][i * room // self.n * need :][:need] for i in range(min(self.n, room))] if room >= self.n else []
+            first = [i * room // self.n + self.offset for i in range(self.n)]
+            # an offset reaches at most up to the next piece: the pieces of all smaller offsets are others
+            pieces = [documents[0][i * need :][:need] for i in first] if self.offset < room // self.n else []
         if len(pieces) < self.n:
             raise ValueError(
-                f"task.sources: {source} has fewer than task.n={self.n} pieces of {need} tokens: lower task.n or task.context"
+                f"task.sources: {source} has fewer than task.n={self.n} pieces of {need} tokens from task.offset={self.offset} on: "
+                "lower task.n, task.offset or task.context"
             )
         return pieces
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from evals.records import digest, read_json
@@ -20,7 +20,7 @@ from evals.runner import PATHS
 
 def key(config: DictConfig) -> str:
     """Eight hex digits of what decides a run's result. Of paths the last part counts, so that machines agree; fields of a method
-    that a record does not have, because they are newer, are at their defaults."""
+    or a task that a record does not have, because they are newer, are at their defaults."""
     c = OmegaConf.to_container(config, resolve=True)
     asked = (float(c["budget"]), None, None)
     if c["budget_bytes"] is not None or c["budget_tokens"] is not None:
@@ -28,7 +28,8 @@ def key(config: DictConfig) -> str:
     method = instantiate(config.method)
     if method.unlimited:
         asked = None
-    task = {k: Path(v).name if k in PATHS and isinstance(v, str) else v for k, v in c["task"].items()}
+    task = {f.name: f.default for f in fields(get_class(c["task"]["_target_"]))} | c["task"]
+    task = {k: Path(v).name if k in PATHS and isinstance(v, str) else v for k, v in task.items()}
     model = c["model"] | {"path": Path(c["model"]["path"]).name}
     parts = {k: c[k] for k in ("method_name", "cache", "seed", "backend")} | {"method": [c["method"]["_target_"], repr(method)]}
     return digest(parts | {"budget": asked, "task": task, "model": model})
