@@ -72,6 +72,26 @@ def test_a_peak_is_kept_while_decoding():
             assert float(after[0, 0, 0, slot]) == pytest.approx(max(float(before[0, 0, 0, slot]), per_unit[u]), rel=1e-3)
 
 
+def test_a_peak_follows_its_window_between_tiers():
+    stream = stream_of(Ranked(ranker="peak"), 0.4, "float32", 160)
+    store = stream.cache.store
+
+    def peaks(pool):
+        unit, peak = pool.grid("unit")[:, 0, 0], pool.grid("peak")[:, 0, 0]
+        return {(i, u): p for i in range(2) for u, p in zip(unit[i].tolist(), peak[i].tolist(), strict=True) if u >= 0}
+
+    demoted = 0
+    for _ in range(5):
+        for _ in range(store.next_due - store.seen - 1):
+            stream.feed(1)
+        full, everything = peaks(store.full), peaks(store.full) | peaks(store.coded)
+        stream.feed(1)  # the routing event
+        coded = peaks(store.coded)
+        demoted += len(full.keys() & coded.keys())
+        assert all(p >= everything[at] for at, p in (peaks(store.full) | coded).items() if at in everything)
+    assert demoted
+
+
 def test_key_norms_rank_short_keys_first():
     policy, seen = Ranked(ranker="key_norm"), view(padding=(0, 6))
     score = policy.prompt_scores(seen)["score"][:, 0]
@@ -100,7 +120,7 @@ def test_the_last_query_alone():
 
 @pytest.mark.parametrize("ranker", RANKERS)
 def test_every_ranker_keeps_the_budget_and_is_exact_with_all_bytes(ranker):
-    policy = Ranked(ranker=ranker, q=0.0 if ranker == "peak" else 0.7)
+    policy = Ranked(ranker=ranker)
     stream = stream_of(policy, 0.4, "float16", 160)
     for _ in range(40):
         stream.feed(1)
@@ -118,7 +138,6 @@ def test_every_ranker_keeps_the_budget_and_is_exact_with_all_bytes(ranker):
 def test_bad_settings_are_named():
     for bad, words in (
         ({"ranker": "luck"}, "ranker='luck': choose one of cumulative"),
-        ({"ranker": "peak"}, r"ranker=peak with q=0.7: .* set method.q to 0"),
         ({"half_life": 0.0}, "half_life=0 is not positive"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -26,8 +26,8 @@ class Ranked(QEvict):
     Args:
         ranker: ``cumulative`` attention (QEvict's own, p-norm with p = 1); ``decayed``: halved every ``half_life`` generated
             tokens; ``last_query``: attention of the newest query alone; ``peak``: the highest that any query of any head paid
-            (p-norm with p = infinity; 4 more bytes per window; needs ``q: 0``); ``key_norm``: windows of short keys first (short
-            keys draw attention, arXiv 2406.11430).
+            (p-norm with p = infinity; 4 more bytes per window); ``key_norm``: windows of short keys first (short keys draw
+            attention, arXiv 2406.11430).
         half_life: generated tokens, for ``decayed``.
 
     With ``key_norm`` the prompt's windows are ranked by their keys, those generated later rank as average ones and among
@@ -43,8 +43,6 @@ class Ranked(QEvict):
             raise ValueError(f"ranker={self.ranker!r}: choose one of {', '.join(RANKERS)}")
         if self.half_life <= 0:
             raise ValueError(f"half_life={self.half_life:g} is not positive: set method.half_life to a number of tokens above 0")
-        if self.ranker == "peak" and self.q > 0:
-            raise ValueError(f"ranker=peak with q={self.q:g}: a window's peak does not follow it between tiers, set method.q to 0")
 
     @property
     def channels(self) -> tuple[str, ...]:
