@@ -110,5 +110,10 @@ def test_texts(tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             Fidelity(**bad).items(tokenizer, 8192)
+    file.write_bytes(b"\x87\xff")
+    with pytest.raises(ValueError, match=r"task.sources: .* is no UTF-8 text"):
+        Fidelity(sources=(str(file),), n=1).items(tokenizer, 8192)
+    with pytest.raises(ValueError, match=r"task.sources is empty"):
+        Fidelity(sources=())
     with pytest.raises(ValueError, match=r"task.forced=0"):
         Fidelity(forced=0)

@@ -100,6 +100,10 @@ def test_a_file_of_solved_problems(data, tmp_path):
 def test_missing_data_and_bad_fields(data, tmp_path):
     with pytest.raises(ValueError, match=r"python scripts/prepare.py gsm8k"):
         GSM8K(data=str(tmp_path / "none")).samples(None)
+    with pytest.raises(ValueError, match=r"the model has 600 positions: lower task.shots or task.max_new_tokens"):
+        GSM8K(data=str(data), n=1).items(load_tokenizer("smollm2-135m"), 600)
+    with pytest.raises(ValueError, match=r"task.n=21: .*test.jsonl has 20 problems"):
+        GSM8K(data=str(data), n=21).samples(None)
     (data / "test.jsonl").write_text(json.dumps({"question": "x", "answer": "18"}) + "\n")
     with pytest.raises(ValueError, match=r"row 0 needs a question, and an answer that ends in #### NUMBER$"):
         GSM8K(data=str(data)).samples(None)

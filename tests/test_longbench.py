@@ -14,7 +14,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
-from evals.data import parse_jsonl, spread
+from evals.data import MANIFEST, parse_jsonl, spread
 from evals.longbench import LIMITS, PROMPTS, TASKS, LongBench, cut_template, find_config, split_cue
 from evals.sample import render
 from evals.text_metrics import classification, qa_f1, rouge_l
@@ -247,6 +247,8 @@ def test_rows_are_spread_over_the_file(data):
         assert len(set(chosen)) == n and chosen == sorted(chosen) == spread(200, n, "1/qasper")
         assert {j - i for i, j in pairwise([-1, *chosen, 200])} <= set(range(1, 200 // n + 2)) or n == 1
     assert len({tuple(spread(200, 5, f"{seed}/qasper")) for seed in range(20)}) > 10
+    with pytest.raises(ValueError, match=r"task.n=999: the largest of these tasks has \d+ rows"):
+        LongBench(data=str(data), n=999, tasks=("trec", "samsum")).samples(None)
     ids = [s.id for s in LongBench(data=str(data), n=1, tasks=("trec", "samsum")).samples(None)]
     assert [i[:-4] for i in ids] == ["trec-", "samsum-"]
 
@@ -255,6 +257,7 @@ def test_rows_are_spread_over_the_file(data):
     ("spoil", "said"),
     [
         (lambda folder: (folder / "trec.jsonl").unlink(), "has no trec.jsonl; get it with `python scripts/prepare.py longbench`"),
+        (lambda folder: (folder / MANIFEST).write_text('{"files": {"trec.jsonl": {"sha256": "0"}}}'), "is not what manifest.json says"),
         (lambda folder: (folder / "config" / PROMPTS).unlink(), f"has no {PROMPTS}; get it with"),
         (lambda folder: (folder / "config" / PROMPTS).write_text("{}"), "no entry for 'trec'"),
         (lambda folder: (folder / "config" / LIMITS).write_text('{"trec": "64"}'), "no int"),

@@ -205,9 +205,22 @@ def test_damaged_lines_cost_only_their_samples(folder, tmp_path, damage):
     (Path(first["path"]) / "env.json").write_text("{half")
     said = []
     again = run(config, announce=said.append)
-    assert any("1 damaged" in text for text in said)
+    assert any("damaged lines of samples.jsonl dropped (1)" in text for text in said)
     assert samples.read_bytes().splitlines(keepends=True)[:5] == [*lines[:2], *lines[3:]]
     assert again["per_task"] == first["per_task"]
+
+
+@pytest.mark.parametrize("field", ["score", "task", "prompt_sha"])
+def test_a_row_without_a_field_is_done_again(folder, tmp_path, field):
+    config = config_of(f"results_dir={tmp_path}", *on(folder))
+    first = run(config, announce=lambda text: None)
+    samples = Path(first["path"]) / "samples.jsonl"
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    del rows[1][field]
+    samples.write_text("\n".join(map(json.dumps, rows)))  # and the last line lacks its end, which costs nothing
+    again = run(config, announce=lambda text: None)
+    assert again["per_task"] == first["per_task"]
+    assert len(samples.read_text().splitlines()) == len(rows) + 1
 
 
 @pytest.mark.parametrize("content", ["", "{half", "[]"])

@@ -95,6 +95,7 @@ class Benchmark:
         PRESETS: rules by preset.
         categories: category of each task, for benchmarks that average over categories.
         truncates: prompts that are too long for the model lose their middle; else they are refused.
+        shorter: fields that make prompts shorter, for the message that one is too long.
         max_length: tokens of a prompt's text above which it is cut; None: what the model has room for.
     """
 
@@ -111,6 +112,7 @@ class Benchmark:
     PRESETS: ClassVar[dict[str, Rules]] = {"official": Rules()}
     categories: ClassVar[dict[str, str]] = {}
     truncates: ClassVar[bool] = False
+    shorter: ClassVar[str] = "task.length"
     max_length = None
 
     def __post_init__(self):
@@ -157,7 +159,7 @@ class Benchmark:
             if len(prompt) + new > positions:
                 raise ValueError(
                     f"sample {sample.id} needs {len(prompt) + new} tokens ({len(prompt)} prompt + {new} new), the model has "
-                    f"{positions} positions: lower task.length or use a model with a longer context"
+                    f"{positions} positions: lower {self.shorter}, or use a model with a longer context"
                 )
             out.append(Item(sample.id, prompt.sha, len(prompt.context), len(prompt) + new, (sample, prompt)))
         return out

@@ -32,7 +32,18 @@ def require(benchmark: str, names: list[str], folder: str | None = None) -> list
     missing = [n for n in names if not (where / n).is_file()]
     if missing:
         raise missing_data(benchmark, where, missing)
+    check_manifest(where, names)
     return [where / n for n in names]
+
+
+def check_manifest(where: Path, names: Iterable[str]) -> None:
+    """Raise a ValueError if one of these files is not what the folder's manifest says it is."""
+    known = read_manifest(where).get("files", {})
+    for name in names:
+        if name in known and known[name]["sha256"] != sha256((where / name).read_bytes()):
+            raise ValueError(
+                f"{where / name} is not what {MANIFEST} says: prepare the data again, or, if you changed it, delete {MANIFEST}"
+            )
 
 
 def missing_data(benchmark: str, where: Path, names: list[str]) -> ValueError:

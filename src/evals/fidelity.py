@@ -93,6 +93,8 @@ class Fidelity:
     def __post_init__(self):
         check_fields(self)
         object.__setattr__(self, "sources", (self.sources,) if isinstance(self.sources, str) else tuple(self.sources))
+        if not self.sources:
+            raise ValueError("task.sources is empty: name pydoc, multi_news, gsm8k or a text file")
         for field, low in (("n", 1), ("context", 1), ("forced", 1), ("batch", 1), ("offset", 0)):
             if getattr(self, field) < low:
                 raise ValueError(f"task.{field}={getattr(self, field)}: it has to be {low} or more")
@@ -115,7 +117,10 @@ class Fidelity:
         path = Path(source).expanduser()
         if not path.is_file():
             raise ValueError(f"task.sources: {source!r} is no text file: choose pydoc, multi_news, gsm8k or a file")
-        return [path.read_text("utf-8")]
+        try:
+            return [path.read_text("utf-8")]
+        except UnicodeDecodeError as error:
+            raise ValueError(f"task.sources: {source!r} is no UTF-8 text ({error.reason} at byte {error.start})") from None
 
     def items(self, tokenizer, positions: int) -> list[Item]:
         need = self.context + self.forced + 1

@@ -116,6 +116,7 @@ class GSM8K(Benchmark):
     data: str | None = None
 
     name: ClassVar[str] = "gsm8k"
+    shorter: ClassVar[str] = "task.shots or task.max_new_tokens"
 
     def __post_init__(self):
         super().__post_init__()
@@ -139,6 +140,8 @@ class GSM8K(Benchmark):
     def samples(self, tokenizer) -> list[Sample]:
         path = self._file("test.jsonl")
         rows = check_rows(read_jsonl(path), path, gold=True)
+        if self.n is not None and self.n > len(rows):
+            raise ValueError(f"task.n={self.n}: {path} has {len(rows)} problems, lower task.n, or leave it out for all")
         solved = "".join(worked(row) for row in self._solved)
         return [self._sample(i, rows[i], solved) for i in spread(len(rows), self.n, f"{self.seed}/gsm8k")]
 

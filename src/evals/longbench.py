@@ -20,7 +20,7 @@ from typing import ClassVar
 from zipfile import BadZipFile, ZipFile
 
 from evals.benchmark import Benchmark
-from evals.data import data_dir, missing_data, parse_jsonl, read_parquet, sha256, sources, spread
+from evals.data import check_manifest, data_dir, missing_data, parse_jsonl, read_parquet, sha256, sources, spread
 from evals.sample import Rules, Sample
 from evals.text_metrics import classification, qa_f1, rouge_l
 
@@ -167,6 +167,7 @@ def find_rows(folder: Path, name: str) -> Source | None:
     (``NAME.parquet``, or the hub's folder ``NAME``)."""
     for path in (folder / f"{name}.jsonl", folder / "data" / f"{name}.jsonl"):
         if path.is_file():
+            check_manifest(folder, [path.relative_to(folder).as_posix()])
             return Source(path)
     archive = folder / "data.zip"
     if archive.is_file():
@@ -223,6 +224,7 @@ class LongBench(Benchmark):
 
     name: ClassVar[str] = "longbench"
     truncates: ClassVar[bool] = True
+    shorter: ClassVar[str] = "task.max_length"
     categories: ClassVar[dict[str, str]] = {name: task.category for name, task in TASKS.items()}
     PRESETS: ClassVar[dict[str, Rules]] = {
         "official": Rules(),
@@ -242,6 +244,9 @@ class LongBench(Benchmark):
                 raise ValueError(f"task.{field}={value}: it has to be {least} or more, or null")
 
     def samples(self, tokenizer) -> list[Sample]:
+        most = max(len(self._rows[name]) for name in self.tasks)
+        if self.n is not None and self.n > most:  # of a task with fewer rows than others all are taken
+            raise ValueError(f"task.n={self.n}: the largest of these tasks has {most} rows, lower task.n, or leave it out for all")
         return [self._sample(name, i) for name in self.tasks for i in spread(len(self._rows[name]), self.n, f"{self.seed}/{name}")]
 
     def score(self, sample: Sample, prediction: str) -> dict[str, float]:

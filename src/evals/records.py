@@ -140,20 +140,19 @@ class RunDir:
         same id the last counts."""
         if not self.samples.exists():
             return
-        good, damaged = [], 0
-        for line in self.samples.read_bytes().splitlines(keepends=True):
+        before, good = self.samples.read_bytes(), []
+        for line in before.splitlines():
             try:
-                row = json.loads(line) if line.endswith(b"\n") else None
+                row = json.loads(line)
             except ValueError:
                 row = None
             if isinstance(row, dict) and isinstance(row.get("id"), str):
                 self.finished[row["id"]] = row
-                good.append(line)
+                good.append(line + b"\n")
             else:
-                damaged += 1
-        if damaged:
-            overwrite(self.samples, b"".join(good))
-        self.damaged = damaged
+                self.damaged += 1
+        if (mended := b"".join(good)) != before:  # also a last line without its end
+            overwrite(self.samples, mended)
 
     def append(self, row: dict) -> None:
         """Add a finished sample; on disk when this returns."""

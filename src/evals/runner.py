@@ -131,7 +131,7 @@ def run(config: DictConfig, announce=print, stopping=lambda: False) -> dict:
     folder = RunDir(config.results_dir, job.name, OmegaConf.to_yaml(config, resolve=True))
     try:
         if folder.damaged:
-            announce(f"{job.name}: {folder.damaged} damaged lines of samples.jsonl dropped, their samples are done again")
+            announce(f"{job.name}: damaged lines of samples.jsonl dropped ({folder.damaged}), their samples are done again")
         todo = [item for item in job.items if not _finished(folder.finished.get(item.id), item)]
         done = folder.path / "metrics.json"
         before = read_json(done)
@@ -166,8 +166,10 @@ def run(config: DictConfig, announce=print, stopping=lambda: False) -> dict:
 
 
 def _finished(row: dict | None, item: Item) -> bool:
-    """Failed samples are tried again; a row of another prompt is not this sample's."""
-    return row is not None and row.get("status") == "ok" and row.get("prompt_sha") == item.sha
+    """Failed samples are tried again; a row of another prompt is not this sample's, nor is one without its score."""
+    if row is None or row.get("status") != "ok" or row.get("prompt_sha") != item.sha or not isinstance(row.get("task"), str):
+        return False
+    return isinstance(row.get("score", ""), int | float | None)
 
 
 def open_session(job: Plan, folder: RunDir) -> tuple[Session, str]:

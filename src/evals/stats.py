@@ -54,7 +54,7 @@ def paired(a: Mapping[str, Mapping[str, float]], b: Mapping[str, Mapping[str, fl
     common = {t: sorted(a[t].keys() & b[t].keys()) for t in sorted(a.keys() & b.keys())}
     common = {t: ids for t, ids in common.items() if ids}
     if not common:
-        raise ValueError("the two runs have no sample in common: compare runs of the same task, length, n and seed")
+        raise ValueError("the two runs have no sample in common: compare runs of the same task, length, n, seed, preset and shots")
     count = sum(len(ids) for ids in common.values())
     deltas = {t: [b[t][i] - a[t][i] for i in ids] for t, ids in common.items()}
     return {
