@@ -47,7 +47,8 @@ def attend(
         kv_heads = block.k.shape[1]
         grouped = (q if block.turned_query is None else block.turned_query).float()
         grouped = grouped.view(batch, kv_heads, heads // kv_heads, n, dim)
-        logits = (grouped @ block.k.float().transpose(-1, -2).unsqueeze(2)) * scaling
+        # a group's queries are rows of one product: broadcasting would copy keys and values for each of them
+        logits = (grouped.flatten(2, 3) @ block.k.float().transpose(-1, -2)).unflatten(2, grouped.shape[2:4]) * scaling
         if block.visible is not None:
             logits = logits.masked_fill(~block.visible.unsqueeze(2), float("-inf"))
         new_top = logits.amax(-1, keepdim=True)
@@ -55,7 +56,7 @@ def attend(
         # a query that has seen nothing yet keeps -inf; 0 instead avoids -inf - -inf
         shift = new_top.masked_fill(new_top == float("-inf"), 0)
         weights = (logits - shift).exp_()
-        value = weights @ block.v.float().unsqueeze(2)
+        value = (weights.flatten(2, 3) @ block.v.float()).unflatten(2, grouped.shape[2:4])
         if top is None:
             total, out = weights.sum(-1, keepdim=True), value
         else:
@@ -87,7 +88,6 @@ def causal_attention(q: Tensor, k: Tensor, real: Tensor, scaling: float, rows: T
     length = q.shape[-2]
     part = q[:, :, rows].float().unflatten(1, (k.shape[1], -1))
     visible = (torch.arange(length, device=k.device) <= rows[:, None]) & real[:, None, :]
-    # a group's queries are rows of one product: broadcasting would copy the keys for each of them
     logits = (part.flatten(2, 3) * scaling @ k.float().transpose(-1, -2)).unflatten(2, part.shape[2:4])
     return logits.masked_fill_(~visible[:, None, None], float("-inf")).softmax(-1).nan_to_num_()
 
