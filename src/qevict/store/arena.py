@@ -163,9 +163,11 @@ class Arena:
         the first real token stands in for those before it, so that they widen no quantization range."""
         column = self.columns(unit)
         real = torch.maximum(column, self.rows[0][b].unsqueeze(-1))
-        own = (real - column[..., :1]).clamp_max(self.policy.window - 1).unsqueeze(-1).expand_as(k)
-        plain = self.rope.turn(k.gather(2, own), real + self.rows[1][b].unsqueeze(-1), -1)
-        data = self.codec.encode(plain.flatten(0, 1), v.gather(2, own).flatten(0, 1))
+        if not torch.equal(real, column):
+            own = (real - column[..., :1]).clamp_max(self.policy.window - 1).unsqueeze(-1).expand_as(k)
+            k, v = k.gather(2, own), v.gather(2, own)
+        plain = self.rope.turn(k, real + self.rows[1][b].unsqueeze(-1), -1)
+        data = self.codec.encode(plain.flatten(0, 1), v.flatten(0, 1))
         return {name: value.unflatten(0, k.shape[:2]) for name, value in data.items()}
 
     # -- decoding -----------------------------------------------------------------------------------------------------
