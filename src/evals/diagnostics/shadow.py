@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evals.diagnostics.metrics import FUTURE, PROMOTED, PROTECTED
 from evals.diagnostics.trace import grid
-from qevict.engine.reference import attend
+from qevict.engine.reference import Block, attend
 from qevict.hf.cache import TierCache
 from qevict.policy import CODED, EVICTED, FULL
 from qevict.store.arena import Arena
@@ -73,6 +73,7 @@ class Shadow:
         self.keep = originals and cache.policy.codec(cache.geometry) is not None
         self.kv: list[tuple[Tensor, Tensor]] = []  # per layer: what arrived, in the storage type
         self.pending: dict[str, tuple[Tensor, ...]] = {}
+        self.coded: dict[int, list[Block]] = {}  # of each layer since the last event
         cache.attend = self._watched(cache.attend)
 
     @property
@@ -114,7 +115,9 @@ class Shadow:
     def _note(self, layer: int, q: Tensor, scaling: float) -> None:
         """Where the token that was just stored attends to."""
         store = self.cache.store
-        _, said = attend(q, store.blocks(layer, q), scaling, mass_queries=1)
+        if layer not in self.coded:
+            self.coded[layer] = list(store.coded_blocks(layer))
+        _, said = attend(q, [*store.dense_blocks(layer, q), *self.coded[layer]], scaling, mass_queries=1)
         heads = q.new_zeros(*said[0].shape[:2], self.units + 2, dtype=torch.float32)  # the last takes what is no unit
         if store.sink.shape[-2]:
             heads[..., 0] = said.pop(0)[..., 0]
@@ -125,6 +128,7 @@ class Shadow:
 
     def _event(self) -> None:
         store = self.cache.store
+        self.coded = {}
         now = tiers(store, self.units)
         if self.keep and self.tier:
             before, groups = self.tier[-1], store.full.groups

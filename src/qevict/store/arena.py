@@ -282,26 +282,37 @@ class Arena:
 
     def blocks(self, layer: int, q: Tensor | None = None) -> Iterator[Block]:
         """The stored tokens of one layer, in blocks. ``q`` (after RoPE) is needed for slot positions only."""
-        window, heads = self.policy.window, self.geometry.kv_heads
+        yield from self.dense_blocks(layer, q)
+        yield from self.coded_blocks(layer)
+
+    def coded_blocks(self, layer: int) -> Iterator[Block]:
+        """The coded ones, which stay as they are between two routing events."""
+        if self.coded is not None:
+            yield from self._pool_blocks(self.coded, layer)
+
+    def dense_blocks(self, layer: int, q: Tensor | None = None) -> Iterator[Block]:
+        """Those at full precision."""
         if self.sink.shape[-2]:
             count = self.sink.shape[-2]
             visible = self.sink_columns() < self.seen
             yield Block(*self.sink[:, layer], visible[:, None, None], count, self._sink_query(q))
-        for pool in self.pools:
-            unit, step = pool.grid("unit", layer), max(1, BLOCK_TOKENS // window)
-            for lo in range(0, pool.slots, step):
-                hi = min(lo + step, pool.slots)
-                ids = unit[..., lo:hi]
-                visible = self.held_tokens(ids).unsqueeze(2)
-                if pool is self.full:
-                    data = pool.read(layer, lo, hi, ("k", "v"))
-                    k, v = data["k"].flatten(2, 3), data["v"].flatten(2, 3)
-                else:
-                    data = pool.read(layer, lo, hi, tuple(pool.spec))
-                    position = self.columns(ids) + self.rows[1][:, None, None, None]
-                    k = self.rope.turn(self.codec.decode_keys(data).flatten(2, 3), position.flatten(-2))
-                    v = self.codec.decode_values(data).flatten(2, 3)
-                yield Block(k, v, visible if visible.shape[1] == heads else visible.expand(-1, heads, -1, -1), window)
+        yield from self._pool_blocks(self.full, layer)
+
+    def _pool_blocks(self, pool: Pool, layer: int) -> Iterator[Block]:
+        window, heads = self.policy.window, self.geometry.kv_heads
+        unit, step = pool.grid("unit", layer), max(1, BLOCK_TOKENS // window)
+        for lo in range(0, pool.slots, step):
+            hi = min(lo + step, pool.slots)
+            ids = unit[..., lo:hi]
+            visible = self.held_tokens(ids).unsqueeze(2)
+            data = pool.read(layer, lo, hi, tuple(pool.spec))
+            if pool is self.full:
+                k, v = data["k"].flatten(2, 3), data["v"].flatten(2, 3)
+            else:
+                position = self.columns(ids) + self.rows[1][:, None, None, None]
+                k = self.rope.turn(self.codec.decode_keys(data).flatten(2, 3), position.flatten(-2))
+                v = self.codec.decode_values(data).flatten(2, 3)
+            yield Block(k, v, visible if visible.shape[1] == heads else visible.expand(-1, heads, -1, -1), window)
 
     def _sink_query(self, q: Tensor | None) -> Tensor | None:
         """Queries as the sinks see them, where slots count as positions; else None."""
