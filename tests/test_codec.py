@@ -155,38 +155,6 @@ def test_metadata_is_rounded_before_the_codes():
     assert unpack(coarse["k_code"], 2, 16)[0, 1].unique().tolist() == [1]
 
 
-def test_fitted_scales_are_those_of_alternating_least_squares():
-    """Against numpy's own least squares, and no round makes the error larger."""
-    k, v = windows(6, 16, 32, seed=3)
-    before = None
-    for rounds in range(5):
-        codec = WindowCodec(16, 32, 2, 3, "float32", fit=rounds)
-        data = encoded(codec, k, v)
-        for i in range(len(k)):
-            for name, lines, bits in (("k", k[i].T, 2), ("v", v[i], 3)):
-                for at, line in enumerate(lines.astype(np.float64)):
-                    scale, zero = (line.max() - line.min()) / (2**bits - 1), line.min()
-                    for _ in range(rounds if scale else 0):
-                        codes = np.clip(np.round((line - zero) / scale), 0, 2**bits - 1)
-                        scale, zero = np.linalg.lstsq(np.stack((codes, np.ones_like(codes)), 1), line, rcond=None)[0]
-                    got = [float(data[f"{name}_{m}"][i].flatten()[at]) for m in ("scale", "zero")]
-                    assert got == pytest.approx([scale, zero], rel=1e-4, abs=1e-5)
-        error = [float((codec.decode_keys(data) - torch.from_numpy(k)).square().sum())]
-        error += [float((codec.decode_values(data) - torch.from_numpy(v)).square().sum())]
-        assert before is None or all(e <= b * (1 + 1e-6) for e, b in zip(error, before, strict=True))
-        before = error
-    first = WindowCodec(16, 32, 2, 3, "float32")
-    assert error[0] < 0.8 * float((first.decode_keys(encoded(first, k, v)) - torch.from_numpy(k)).square().sum())
-
-
-@pytest.mark.parametrize("meta", META_DTYPES)
-def test_fitting_leaves_constant_groups_exact(meta):
-    x = np.full((2, 8, 16), 3.0, np.float32)
-    codec = WindowCodec(8, 16, meta=meta, fit=3)
-    data = encoded(codec, x, x.copy())
-    assert torch.equal(codec.decode_keys(data), torch.from_numpy(x)) and torch.equal(codec.decode_values(data), torch.from_numpy(x))
-
-
 # -- golden values -----------------------------------------------------------------------------------------------------
 
 
@@ -314,7 +282,6 @@ def test_unit_bytes_equal_the_closed_form_and_the_tensors(meta, key_bits, value_
         ({"value_group": 128}, "value_group=128 does not divide the head dimension 64"),
         ({"value_group": -8}, "value_group=-8"),
         ({"value_group": 0}, "value_group=0"),
-        ({"fit": -1}, "fit=-1 is below 0"),
     ],
 )
 def test_bad_codecs_are_refused(changes, message):

@@ -33,7 +33,6 @@ class QEvict(Policy):
         key_bits, value_bits: 2, 3, 4 or 8.
         meta: type of scales and zeros: float16, bfloat16, float32, or uint8 with fp16 super-scales per window.
         value_group: channels that share a value scale; None: the whole head.
-        fit: rounds that fit scales and zeros to the least squared error; 0: those of the range, as in the paper.
         granularity: ``layer`` (all heads share the windows, the score averages all query heads) or ``kv_head``.
         prompt_mass: ``last`` scores the prompt by its final ``last_queries`` queries, ``all`` by every query.
         score_source: ``every_step`` or ``routing_step`` (what FlashAttention-2 allows in the paper).
@@ -51,7 +50,6 @@ class QEvict(Policy):
     value_bits: int = 2
     meta: str = "float16"
     value_group: int | None = None
-    fit: int = 0
     granularity: str = "layer"
     prompt_mass: str = "last"
     last_queries: int = 32
@@ -110,7 +108,7 @@ class QEvict(Policy):
     def codec(self, g: Geometry) -> WindowCodec | None:
         if self.q == 0:
             return None
-        return WindowCodec(self.window, g.head_dim, self.key_bits, self.value_bits, self.meta, self.value_group, self.fit)
+        return WindowCodec(self.window, g.head_dim, self.key_bits, self.value_bits, self.meta, self.value_group)
 
     def layout(self, g: Geometry, budget: Budget, prompt: int, seen: int) -> Layout:
         """K_f and K_q of the paper's budget equations, in real bytes. A promoted window keeps its slot among the K_q."""

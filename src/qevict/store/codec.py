@@ -66,21 +66,6 @@ def affine(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor]:
     return (high - low) / (2**bits - 1), low
 
 
-def fitted(x: Tensor, dim: int, bits: int, rounds: int) -> tuple[Tensor, Tensor]:
-    """Scale and zero of ``x`` along ``dim`` (kept) with a smaller squared error than :func:`affine`'s, which it starts from: codes
-    for the scale and zero, then the scale and zero that are best for the codes, in turn. No round makes it larger."""
-    scale, zero = affine(x, dim, bits)
-    for _ in range(rounds):
-        codes = quantize(x, scale, zero, bits).float()
-        middle, center = codes.mean(dim, keepdim=True), x.mean(dim, keepdim=True)
-        codes -= middle
-        square = codes.square().sum(dim, keepdim=True)
-        best = (codes * (x - center)).sum(dim, keepdim=True) / square
-        scale = torch.where(square > 0, best, scale)
-        zero = center - scale * middle
-    return scale, zero
-
-
 def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` in a storage type, clamped to its range."""
     top = torch.finfo(dtype).max
@@ -99,8 +84,7 @@ class WindowCodec:
 
     Keys are expected *before* RoPE. ``meta`` is the type of scales and zeros; ``uint8`` keeps them as 8-bit codes with
     fp16 super-scales per window (a step for the scales, an origin and a step for the zeros, for keys and for values).
-    ``value_group`` channels share a value scale (``None``: the whole head). ``fit`` rounds of :func:`fitted` make scales and zeros
-    from the range of what they code (0, as in the paper) to those of the least squared error; what is stored is alike.
+    ``value_group`` channels share a value scale (``None``: the whole head).
     """
 
     window: int
@@ -109,7 +93,6 @@ class WindowCodec:
     value_bits: int = 2
     meta: str = "float16"
     value_group: int | None = None
-    fit: int = 0
 
     def __post_init__(self):
         for name, bits in (("key_bits", self.key_bits), ("value_bits", self.value_bits)):
@@ -120,8 +103,6 @@ class WindowCodec:
             raise ValueError(f"meta={self.meta}: choose one of {sorted(META_DTYPES)}")
         if self.value_group is not None and (self.value_group < 1 or self.head_dim % self.value_group):
             raise ValueError(f"value_group={self.value_group} does not divide the head dimension {self.head_dim}")
-        if self.fit < 0:
-            raise ValueError(f"fit={self.fit} is below 0: set method.fit to a number of rounds, 0 for none")
 
     @property
     def group(self) -> int:
@@ -149,7 +130,7 @@ class WindowCodec:
     def encode(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         """Keys before RoPE and values, each ``[n, W, d]``, to the tensors of :meth:`spec`, each with a leading ``n``."""
         k, v = k.float(), v.float().unflatten(-1, (-1, self.group))
-        k_meta, v_meta = fitted(k, -2, self.key_bits, self.fit), fitted(v, -1, self.value_bits, self.fit)
+        k_meta, v_meta = affine(k, -2, self.key_bits), affine(v, -1, self.value_bits)
         v_meta = tuple(m.squeeze(-1) for m in v_meta)
         out = {}
         if self.meta == "uint8":
