@@ -79,6 +79,7 @@ def test_codec_task_gives_a_row_per_text():
     assert [r["id"] for r in rows] == ["x-0", "x-1", "x-2"]
     for r in rows:
         assert np.shape(r["errors_by_head"]["K2"]) == (2, 2) and r["score"] == 1 - r["errors"]["K2 V2"]
+        assert r["bits"] == {n: round(bits_per_element(n, 16), 3) for n in codecs.VARIANTS}
         assert r["errors"]["V3"] == pytest.approx(np.mean(r["errors_by_head"]["V3"]))
     out = task.summary(rows)
     low, high = out["K2_interval"]
@@ -94,14 +95,9 @@ def row(i: int, fmm: float, kl: float) -> dict:
     """A text's record with everything that tables and figures read."""
     change = {"n": 4, "before": 0.02, "after": 0.03 + 0.01 * i, "bytes": 1500}
     shares = [0.1, 0.2, 0.1, 0.1, 0.5]
-    return {
-        "id": f"x-{i}", "task": "x", "prompt_sha": str(i), "prompt_tokens": 80, "status": "ok", "error": None, "score": 1.0,
-        "top1": 1.0, "kl": kl, "nll_difference": 0.0, "attention_error": 0.1, "attention_error_by_layer": [0.1],
-        "kl_by_token": [kl] * 16, "new_tokens": 16, "kv_bytes_peak": 2**20, "fmm": fmm, "missed_by_step": [fmm] * 16,
-        "event_tokens": [0, 8, 16], "tier_shares": dict(zip(TIERS, shares, strict=True)), "tier_shares_by_event": [shares] * 2,
-        "qsa": 0.9, "qsa_by_event": [1.0, 0.9, 0.8], "qsa_by_head": [[0.9, 0.8], [0.7, None]], "episodes": 10, "reentries": 2,
-        "reentries_by_length": {"3": 1, "7": 1}, "reentries_at": {"8": 1, "16": 1}, "lir": 0.2, "changes": {"promoted": change},
-    }  # fmt: skip
+    bits = {n: bits_per_element(n, 64) for n in codecs.VARIANTS}
+    out = {"id": f"x-{i}", "task": "x", "prompt_sha": "p", "status": "ok", "score": 0.5}
+    return out | {"errors": means, "bits": bits, "errors_by_head": errors}
 
 
 class Recorded(Experiment):
@@ -156,8 +152,7 @@ def test_every_paper_figure_exists():
 def test_figures_are_written(experiment, tmp_path):
     cells = tables.cells(experiment)
     assert list(cells) == ["promotion on", "promotion off"]
-    errors = {n: [[0.1, 0.2]] for n in codecs.VARIANTS}
-    coded = {"x": ([{"errors": dict.fromkeys(errors, 0.1), "errors_by_head": errors}], {})}
+    coded = {"x": ([error_row(0)], {})}
     for path in (
         figures.missed_and_tiers(cells, tmp_path / "a.png", "promotion on"),
         figures.drift(cells, tmp_path / "b.png"),
@@ -182,7 +177,15 @@ def written(name: str, where: Path, many: int, make) -> Experiment:
 def error_row(i: int) -> dict:
     errors = {n: [[0.1 * (1 + i), 0.2]] for n in codecs.VARIANTS}
     means = {n: float(np.mean(x)) for n, x in errors.items()}
-    return {"id": f"x-{i}", "task": "x", "prompt_sha": "p", "status": "ok", "score": 0.5, "errors": means, "errors_by_head": errors}
+    return {
+        "id": f"x-{i}",
+        "task": "x",
+        "prompt_sha": "p",
+        "status": "ok",
+        "score": 0.5,
+        "errors": means,
+        "errors_by_head": errors,
+    } | {"bits": {n: bits_per_element(n, 64) for n in codecs.VARIANTS}}
 
 
 SHOWN = {  # tables and figures of each experiment once its first two cells have records

@@ -23,6 +23,7 @@ from evals.full_caches import PackedLayer
 from evals.metrics import estimates, summarize
 from qevict.engine.reference import causal_attention
 from qevict.hf.attention import NAME
+from qevict.hf.cache import geometry_of
 from qevict.hf.rope import Rope
 from qevict.store.codec import WindowCodec
 
@@ -128,6 +129,7 @@ class CodecErrors(Fidelity):
                 for _ in range(config.num_hidden_layers)
             ]
         )
+        bits = {name: round(bits_per_element(name, geometry_of(config, model.dtype).head_dim), 3) for name in VARIANTS}
         ids = torch.tensor([item.payload[1][: self.context] for item in items], device=model.device)
         model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_keyword(model): cache})
         for i, item in enumerate(items):
@@ -135,7 +137,7 @@ class CodecErrors(Fidelity):
             means = {n: mean(map(mean, x)) for n, x in by_head.items()}
             yield {
                 "id": item.id, "task": item.payload[0], "prompt_sha": item.sha, "prompt_tokens": self.context, "error": None,
-                "status": "ok", "score": 1 - means[PAPER], "errors": means,
+                "status": "ok", "score": 1 - means[PAPER], "errors": means, "bits": bits,
                 "errors_by_head": by_head,  # [layers][KV heads]
             }  # fmt: skip
 

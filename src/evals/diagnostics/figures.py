@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
-from evals.diagnostics.codecs import VARIANTS, bits_per_element
+from evals.diagnostics.codecs import VARIANTS
 from evals.diagnostics.metrics import TIERS
 from evals.diagnostics.tables import cells as cells_of
 from evals.experiment import Experiment
@@ -121,7 +121,7 @@ def promotion(cells: Cells, path: Path) -> Path:
     return _figure(path, draw, 2)
 
 
-def codec_errors(cells: Cells, path: Path, dim: int = 64) -> Path:
+def codec_errors(cells: Cells, path: Path) -> Path:
     """Errors of INT2 keys and INT2 values by layer and head; and of all codecs over their bits."""
 
     def draw(figure, axes):
@@ -142,7 +142,7 @@ def codec_errors(cells: Cells, path: Path, dim: int = 64) -> Path:
         kinds = {"keys alone": (1, 0), "values alone": (0, 1), "both": (1, 1)}
         for (color, marker), (label, sides) in zip(STYLES, kinds.items(), strict=False):
             names = [n for n, (k, v, *_) in VARIANTS.items() if (bool(k), bool(v)) == (bool(sides[0]), bool(sides[1]))]
-            points = [(bits_per_element(n, dim), 100 * np.mean([r["errors"][n] for r in rows])) for n in names]
+            points = [(rows[0]["bits"][n], 100 * np.mean([r["errors"][n] for r in rows])) for n in names]
             axis.plot(*zip(*points, strict=True), color=color, marker=marker, linestyle="none", label=label)
             for name, point in zip(names, points, strict=True):
                 axis.annotate(name, point, fontsize=5, xytext=(3, 2), textcoords="offset points")

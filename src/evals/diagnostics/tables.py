@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hydra.utils import instantiate
 
-from evals.diagnostics.codecs import VARIANTS, bits_per_element
+from evals.diagnostics.codecs import VARIANTS
 from evals.experiment import Cell, Experiment
 from evals.stats import paired
 from evals.tables import PAPER_MODEL, Column, Entry, Grid, extent, paper_rows, provenance, values_by_task
@@ -172,13 +172,13 @@ def changes_grid(experiment: Experiment, found: Mapping[str, tuple[list[dict], d
     )
 
 
-def codecs_grid(experiment: Experiment, found: Mapping[str, tuple[list[dict], dict]], dim: int = 64) -> Grid:
+def codecs_grid(experiment: Experiment, found: Mapping[str, tuple[list[dict], dict]]) -> Grid:
     """Attention error of each codec, a column per cell."""
     percent = Column("", 100)
-    lines = []
+    lines, bits = [], next(iter(found.values()))[0][0]["bits"]
     for name in VARIANTS:
         values = [_with_interval(n.get(name), n.get(f"{name}_interval"), percent) for _, n in found.values()]
-        lines.append(tuple(Entry(text=t) for t in (name, f"{bits_per_element(name, dim):.2f}", *values)))
+        lines.append(tuple(Entry(text=t) for t in (name, f"{bits[name]:.2f}", *values)))
     header = ("codec", "bits per element", *(f"{label}, error %" for label in found))
     notes = (
         f"Relative L2 error of attention outputs, mean over layers and heads (95 % interval over texts). {_about(experiment)}",
