@@ -95,9 +95,14 @@ def row(i: int, fmm: float, kl: float) -> dict:
     """A text's record with everything that tables and figures read."""
     change = {"n": 4, "before": 0.02, "after": 0.03 + 0.01 * i, "bytes": 1500}
     shares = [0.1, 0.2, 0.1, 0.1, 0.5]
-    bits = {n: bits_per_element(n, 64) for n in codecs.VARIANTS}
-    out = {"id": f"x-{i}", "task": "x", "prompt_sha": "p", "status": "ok", "score": 0.5}
-    return out | {"errors": means, "bits": bits, "errors_by_head": errors}
+    return {
+        "id": f"x-{i}", "task": "x", "prompt_sha": str(i), "prompt_tokens": 80, "status": "ok", "error": None, "score": 1.0,
+        "top1": 1.0, "kl": kl, "nll_difference": 0.0, "attention_error": 0.1, "attention_error_by_layer": [0.1],
+        "kl_by_token": [kl] * 16, "new_tokens": 16, "kv_bytes_peak": 2**20, "fmm": fmm, "missed_by_step": [fmm] * 16,
+        "event_tokens": [0, 8, 16], "tier_shares": dict(zip(TIERS, shares, strict=True)), "tier_shares_by_event": [shares] * 2,
+        "qsa": 0.9, "qsa_by_event": [1.0, 0.9, 0.8], "qsa_by_head": [[0.9, 0.8], [0.7, None]], "episodes": 10, "reentries": 2,
+        "reentries_by_length": {"3": 1, "7": 1}, "reentries_at": {"8": 1, "16": 1}, "lir": 0.2, "changes": {"promoted": change},
+    }  # fmt: skip
 
 
 class Recorded(Experiment):
@@ -177,15 +182,9 @@ def written(name: str, where: Path, many: int, make) -> Experiment:
 def error_row(i: int) -> dict:
     errors = {n: [[0.1 * (1 + i), 0.2]] for n in codecs.VARIANTS}
     means = {n: float(np.mean(x)) for n, x in errors.items()}
-    return {
-        "id": f"x-{i}",
-        "task": "x",
-        "prompt_sha": "p",
-        "status": "ok",
-        "score": 0.5,
-        "errors": means,
-        "errors_by_head": errors,
-    } | {"bits": {n: bits_per_element(n, 64) for n in codecs.VARIANTS}}
+    bits = {n: bits_per_element(n, 64) for n in codecs.VARIANTS}
+    out = {"id": f"x-{i}", "task": "x", "prompt_sha": "p", "status": "ok", "score": 0.5}
+    return out | {"errors": means, "bits": bits, "errors_by_head": errors}
 
 
 SHOWN = {  # tables and figures of each experiment once its first two cells have records
