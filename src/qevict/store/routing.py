@@ -15,7 +15,7 @@ from qevict.store.pool import EMPTY, Pool, ledger, pair
 if TYPE_CHECKING:
     from qevict.store.arena import Arena
 
-MOVED = 512  # units that move at a time
+MOVED = 256  # units that move at a time
 Place = tuple[Tensor, Tensor, Tensor, Tensor]  # layer, row, group, slot: equally long index tensors
 
 
