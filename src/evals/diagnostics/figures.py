@@ -115,7 +115,7 @@ def promotion(cells: Cells, path: Path) -> Path:
         right.bar(place - 0.2, [100 * changes[k]["before"] for k in kinds], 0.4, label="before", color="#56B4E9")
         right.bar(place + 0.2, [100 * changes[k]["after"] for k in kinds], 0.4, label="after", color="#D55E00")
         right.set_xticks(place, [f"{k.replace('_', ' ')}\n{changes[k]['bytes']:+,.0f} B" for k in kinds], fontsize=8)
-        right.set(ylabel=f"error of the window in the output (%), {first}")
+        right.set(ylabel="error of the window (% of the output)", title=f"changes of tier, {first}")
         right.legend(frameon=False, fontsize=8)
 
     return _figure(path, draw, 2)
@@ -139,14 +139,17 @@ def codec_errors(cells: Cells, path: Path) -> Path:
             )
             figure.colorbar(image, ax=axis, label="error of the output (%)")
         axis = axes[0][2]
-        kinds = {"keys alone": (1, 0), "values alone": (0, 1), "both": (1, 1)}
+        kinds, named = {"both": (1, 1), "values alone": (0, 1), "keys alone": (1, 0)}, []
         for (color, marker), (label, sides) in zip(STYLES, kinds.items(), strict=False):
             names = [n for n, (k, v, *_) in VARIANTS.items() if (bool(k), bool(v)) == (bool(sides[0]), bool(sides[1]))]
             points = [(rows[0]["bits"][n], 100 * np.mean([r["errors"][n] for r in rows])) for n in names]
             axis.plot(*zip(*points, strict=True), color=color, marker=marker, linestyle="none", label=label)
             for name, point in zip(names, points, strict=True):
-                axis.annotate(name, point, fontsize=5, xytext=(3, 2), textcoords="offset points")
-        axis.set(xlabel="bits per element, metadata included", ylabel="error of the output (%)", ylim=(0, None))
+                if any(abs(point[0] - x) < 2.2 and abs(point[1] - y) < 0.8 for x, y in named):
+                    continue  # it would cover another name; the table has them all
+                named.append(point)
+                axis.annotate(name, point, fontsize=6, xytext=(4, 2), textcoords="offset points")
+        axis.set(xlabel="bits per element, metadata included", ylabel="error of the output (%)", ylim=(0, None), xlim=(2, 12))
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=8)
 
