@@ -258,6 +258,8 @@ def test_rows_are_spread_over_the_file(data):
     [
         (lambda folder: (folder / "trec.jsonl").unlink(), "has no trec.jsonl; get it with `python scripts/prepare.py longbench`"),
         (lambda folder: (folder / MANIFEST).write_text('{"files": {"trec.jsonl": {"sha256": "0"}}}'), "not what manifest.json"),
+        (lambda folder: ((folder / "trec.jsonl").rename(folder / "trec.parquet"),
+            (folder / MANIFEST).write_text('{"files": {"trec.parquet": {"sha256": "0"}}}')), "not what manifest.json"),
         (lambda folder: (folder / "config" / PROMPTS).unlink(), f"has no {PROMPTS}; get it with"),
         (lambda folder: (folder / "config" / PROMPTS).write_text("{}"), "no entry for 'trec'"),
         (lambda folder: (folder / "config" / LIMITS).write_text('{"trec": "64"}'), "no int"),

@@ -167,7 +167,6 @@ def find_rows(folder: Path, name: str) -> Source | None:
     (``NAME.parquet``, or the hub's folder ``NAME``)."""
     for path in (folder / f"{name}.jsonl", folder / "data" / f"{name}.jsonl"):
         if path.is_file():
-            check_manifest(folder, [path.relative_to(folder).as_posix()])
             return Source(path)
     archive = folder / "data.zip"
     if archive.is_file():
@@ -285,6 +284,7 @@ class LongBench(Benchmark):
         missing = [f"{name}.jsonl" for name, source in found.items() if source is None]
         if missing:
             raise missing_data(self.name, where, missing)
+        check_manifest(where, {source.path.relative_to(where).as_posix() for source in found.values()})
         return found
 
     @cached_property

@@ -129,7 +129,8 @@ class CodecErrors(Fidelity):
                 for _ in range(config.num_hidden_layers)
             ]
         )
-        bits = {name: round(bits_per_element(name, geometry_of(config, model.dtype).head_dim), 3) for name in VARIANTS}
+        dim = geometry_of(config, model.dtype).head_dim
+        bits = {name: round(bits_per_element(name, dim), 3) for name in VARIANTS}
         ids = torch.tensor([item.payload[1][: self.context] for item in items], device=model.device)
         model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_keyword(model): cache})
         for i, item in enumerate(items):
