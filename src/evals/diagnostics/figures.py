@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 
 import matplotlib
@@ -15,6 +16,7 @@ from evals.experiment import Experiment
 from evals.report import STYLES, save
 
 TIER_COLORS = {"protected": "#999999", "full": "#0072B2", "promoted": "#CC79A7", "coded": "#56B4E9", "evicted": "#D55E00"}
+LINES = ("-", "-.", ":")  # for curves that may cover each other
 Cells = Mapping[str, tuple[Sequence[dict], dict]]  # label -> rows and numbers, as evals.diagnostics.tables.cells gives
 
 
@@ -70,8 +72,8 @@ def drift(cells: Cells, path: Path, width: int = 64) -> Path:
 
     def draw(figure, axes):
         (missed, kl), (qsa, entries) = axes
-        for (color, _), (label, (rows, _)) in zip(STYLES, cells.items(), strict=False):
-            style = {"color": color, "label": label, "linewidth": 1.1}
+        for (color, _), line, (label, (rows, _)) in zip(STYLES, cycle(LINES), cells.items(), strict=False):
+            style = {"color": color, "linestyle": line, "label": label, "linewidth": 1.1}
             missed.plot(100 * _smooth(_mean(rows, "missed_by_step"), width), **style)
             kl.plot(_smooth(_mean(rows, "kl_by_token"), width), **style)
             at = rows[0]["event_tokens"]
@@ -87,7 +89,8 @@ def drift(cells: Cells, path: Path, width: int = 64) -> Path:
             (qsa, "QSA, mean and lowest text"),
             (entries, "re-entries per event and text"),
         ):
-            axis.set(xlabel="forced tokens", ylabel=text)
+            axis.set(xlabel="forced tokens")
+            axis.set_title(text, fontsize=10)
             axis.grid(alpha=0.3)
         missed.legend(frameon=False, fontsize=8)
 
