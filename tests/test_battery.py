@@ -425,16 +425,20 @@ def test_prefill_is_exact(lab, name):
 # -- bytes --------------------------------------------------------------------------------------------------------------
 
 
-def capped(policy: Policy, g: Geometry, prompt: int) -> Budget:
-    """A share that the method works with from here on: a little above its floor, or everything."""
-    for percent in range(20, 100, 5):
-        budget = Budget(fraction=percent / 100)
-        try:
-            policy.layout(g, budget, prompt, prompt)
-        except BudgetError:
-            continue
-        return budget
-    return Budget(fraction=1.0)
+def capped(policy: Policy, g: Geometry) -> tuple[Budget, int]:
+    """A share that the method works with from here on, a little above its floor, or everything; and a prompt. It is longer where
+    codes of all units would take less than that share."""
+    for prompt, least in ((100, 20), (400, 10)):
+        for percent in range(least, 100, 5):
+            budget = Budget(fraction=percent / 100)
+            try:
+                wanted, there = ([f(g, budget, prompt, prompt + more).codes for more in (0, 100)] for f in (policy.layout, policy.slots))
+            except BudgetError:
+                continue
+            if wanted == there:
+                return budget, prompt
+            break
+    return Budget(fraction=1.0), 100
 
 
 def one_unit(policy: Policy, g: Geometry) -> int:
@@ -445,8 +449,8 @@ def one_unit(policy: Policy, g: Geometry) -> int:
 
 @each
 def test_measured_bytes(lab, name):
-    policy, g, prompt = lab.policy(name), geometry_of(tiny().config, torch.float32), 100
-    budget = capped(policy, g, prompt)
+    policy, g = lab.policy(name), geometry_of(tiny().config, torch.float32)
+    budget, prompt = capped(policy, g)
     cache = TierCache(tiny(), policy, budget)
     stream = Stream(tiny(), cache, [prompt])
     selections = fullest = 0

@@ -469,7 +469,7 @@ def test_attend_survives_blocks_without_a_visible_token():
 
 @pytest.mark.parametrize("last", [1, 32, 200, None])
 def test_prompt_mass_equals_softmax(last):
-    """In blocks of queries, with padding: padded queries give nothing, padded keys get nothing."""
+    """In blocks of queries, with padding: padded queries give nothing, padded keys get nothing. Also as a p-norm."""
     rng = np.random.default_rng(5)
     batch, heads, group, length, dim = 2, 2, 2, 290, 16
     q = rng.standard_normal((batch, heads * group, length, dim)).astype(np.float32)
@@ -486,6 +486,10 @@ def test_prompt_mass_equals_softmax(last):
     queries = np.minimum(length - first, length - pad)
     assert got.sum(-1) == pytest.approx(np.repeat(queries[:, None], heads, 1), rel=1e-5)
     assert not got[1, :, :270].any()
+    normed = causal_attention_mass(torch.from_numpy(q), torch.from_numpy(k), torch.from_numpy(real), 0.25, last, 3.0).numpy()
+    asked = queries[:, None, None]
+    mean = (weights[..., first:, :] ** 3).sum((2, 3)) / (asked * group)
+    assert np.abs(normed - asked * mean ** (1 / 3)).max() < 1e-4 and (normed >= got - 1e-4).all()
 
 
 # -- selection ---------------------------------------------------------------------------------------------------------

@@ -33,7 +33,9 @@ def test_cumulative_is_qevict():
     caches = [TierCache(m, p, 0.4, "float16", backend="reference") for m, p in zip(models, (QEvict(), Ranked()), strict=True)]
     out = [call(m, c, ids).logits for m, c in zip(models, caches, strict=True)]
     assert torch.equal(*out) and holdings(caches[0].store) == holdings(caches[1].store)
-    assert {f.name for f in fields(Ranked)} - {f.name for f in fields(QEvict)} == {"ranker", "half_life"}
+    assert {f.name for f in fields(Ranked)} - {f.name for f in fields(QEvict)} == {
+        "ranker", "half_life", "prompt_norm", "prompt_weight",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("granularity", ["layer", "kv_head"])
@@ -139,6 +141,42 @@ def test_bad_settings_are_named():
     for bad, words in (
         ({"ranker": "luck"}, "ranker='luck': choose one of cumulative"),
         ({"half_life": 0.0}, "half_life=0 is not positive"),
+        ({"prompt_norm": 0.5}, "prompt_norm=0.5 is below 1"),
+        ({"prompt_weight": 0.0}, "prompt_weight=0 is not positive"),
+        ({"prompt_weight": 4.0, "ranker": "peak"}, "no effect with ranker=peak: set method.ranker to cumulative or decayed"),
     ):
         with pytest.raises(ValueError, match=words):
             Ranked(**bad)
+
+
+@pytest.mark.parametrize("granularity", ["layer", "kv_head"])
+@pytest.mark.parametrize("last", [4, None])
+def test_the_norm_and_the_weight_of_the_prompt(granularity, last):
+    """n_w * mean(a ** p) ** (1 / p) over the real queries asked and a group's heads; a short prompt counts the same."""
+    seen = view(padding=(0, 37))
+    asked = {"prompt_mass": "all"} if last is None else {"last_queries": last}
+    policy = Ranked(prompt_norm=3.0, prompt_weight=7.0, granularity=granularity, **asked)
+    score = policy.prompt_scores(seen)["score"].double().numpy()
+    for b, first in ((0, 0), (1, 37)):
+        rows = range(max(first, 40 - (last or 40)), 40)
+        powers = np.zeros((2, 40))
+        for h in range(4):
+            for row in rows:
+                weights = softmax((seen.q[b, h, row] @ seen.k[b, h // 2, first : row + 1].T).double().numpy() * 0.25)
+                powers[h // 2, first : row + 1] += weights**3 / (2 * len(rows))
+        expected = 7 * powers ** (1 / 3)
+        assert np.allclose(score[b], expected if granularity == "kv_head" else expected.mean(0), atol=1e-5)
+
+
+def test_a_turn_counts_as_the_prompt_does():
+    """Of a turn of 6 tokens the last 4 queries are asked; together they count as one generated token does with prompt_weight 1."""
+    policies = (Ranked(last_queries=4), Ranked(last_queries=4, prompt_weight=1.0))
+    gains = []
+    for policy in policies:
+        stream = stream_of(policy, 0.6, "float32", 96)
+        store = stream.cache.store
+        before = store.full.grid("score").clone()
+        stream.cache.new_turn()
+        stream.feed(6)
+        gains.append((store.full.grid("score") - before)[:, :, :, :-2])
+    assert torch.allclose(gains[0] / 4, gains[1], atol=1e-5) and float(gains[1].max()) > 0

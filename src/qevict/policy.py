@@ -148,6 +148,10 @@ class Policy:
         """What each prompt token has collected, ``[B, G, T]`` per channel. Called only if ``scored``."""
         raise NotImplementedError
 
+    def turn_weight(self, queries: int) -> float:
+        """What one of a later turn's last ``queries`` queries counts, whose attention is collected as that of the prompt's is."""
+        return 1.0
+
     def value_weight(self, norm: Tensor) -> Tensor:
         """For ``weighs_values: at_arrival``: weight of tokens from their projected norms, both ``[B, H, t]``."""
         return norm
@@ -217,9 +221,14 @@ class PromptView:
     real: Tensor
     scaling: float
 
-    def mass(self, last: int | None) -> Tensor:
-        """``[B, H, T]`` attention mass of the last ``last`` real queries (``None``: all), mean over each head's query group."""
-        return causal_attention_mass(self.q, self.k, self.real, self.scaling, last)
+    def mass(self, last: int | None, norm: float = 1.0) -> Tensor:
+        """``[B, H, T]`` attention mass of the last ``last`` real queries (``None``: all), mean over each head's query group;
+        ``norm``: the p of that mean, see :func:`causal_attention_mass`."""
+        return causal_attention_mass(self.q, self.k, self.real, self.scaling, last, norm)
+
+    def asked(self, last: int | None) -> Tensor:
+        """``[B]`` how many real queries those are."""
+        return self.real.sum(-1) if last is None else self.real[:, -last:].sum(-1)
 
     def attention(self, rows: Tensor) -> Tensor:
         """``[B, H, group, rows, T]`` attention of the queries at columns ``rows``; zero where a query is padding."""

@@ -16,6 +16,7 @@ from qevict.method import QEvict
 from qevict.policy import Candidates, PromptView
 
 RANKERS = ("cumulative", "decayed", "last_query", "peak", "key_norm")
+SUMS = ("cumulative", "decayed")  # what sums attention, of the prompt's queries and of generated ones
 ABOVE_MASS = 1000.0  # brings key norms out of the reach of attention, which then only breaks ties
 
 
@@ -29,6 +30,10 @@ class Ranked(QEvict):
             (p-norm with p = infinity; 4 more bytes per window); ``key_norm``: windows of short keys first (short keys draw
             attention, arXiv 2406.11430).
         half_life: generated tokens, for ``decayed``.
+        prompt_norm: p of the p-norm mean over the prompt's last queries and a group's heads; 1 is the plain mean. Higher ones keep
+            what few queries look at but look at hard. For ``cumulative`` and ``decayed``.
+        prompt_weight: generated tokens that the prompt's queries count as together, and those of a later turn; None: each counts
+            as one. A lower one lets windows that were generated compete. For the same.
 
     With ``key_norm`` the prompt's windows are ranked by their keys, those generated later rank as average ones and among
     themselves by attention: the store weighs no keys that arrive while decoding.
@@ -36,6 +41,8 @@ class Ranked(QEvict):
 
     ranker: str = "cumulative"
     half_life: float = 64.0
+    prompt_norm: float = 1.0
+    prompt_weight: float | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -43,6 +50,17 @@ class Ranked(QEvict):
             raise ValueError(f"ranker={self.ranker!r}: choose one of {', '.join(RANKERS)}")
         if self.half_life <= 0:
             raise ValueError(f"half_life={self.half_life:g} is not positive: set method.half_life to a number of tokens above 0")
+        if self.prompt_norm < 1:
+            raise ValueError(f"prompt_norm={self.prompt_norm:g} is below 1: set method.prompt_norm to 1 (the mean) or more")
+        if self.prompt_weight is not None and self.prompt_weight <= 0:
+            raise ValueError(
+                f"prompt_weight={self.prompt_weight:g} is not positive: set method.prompt_weight to a number of tokens above 0, or null"
+            )
+        if (self.prompt_norm, self.prompt_weight) != (1, None) and self.ranker not in SUMS:
+            raise ValueError(
+                f"prompt_norm={self.prompt_norm:g}, prompt_weight={self.prompt_weight} have no effect with ranker={self.ranker}: "
+                f"set method.ranker to {' or '.join(SUMS)}, or leave them at 1 and null"
+            )
 
     @property
     def channels(self) -> tuple[str, ...]:
@@ -62,10 +80,15 @@ class Ranked(QEvict):
             mean = length.sum(-1, keepdim=True) / view.real.sum(-1)[:, None, None]
             score = ABOVE_MASS * (mean - length)
             return {"score": score if self.per_head else score.mean(1, keepdim=True)}
-        scores = super().prompt_scores(view)
         if self.ranker == "peak":
-            scores["peak"] = self._prompt_peak(view)
-        return scores
+            return super().prompt_scores(view) | {"peak": self._prompt_peak(view)}
+        mass = view.mass(self.prompt_queries, self.prompt_norm)
+        if self.prompt_weight is not None:
+            mass = mass * (self.prompt_weight / view.asked(self.prompt_queries))[:, None, None]
+        return {"score": mass if self.per_head else mass.mean(1, keepdim=True)}
+
+    def turn_weight(self, queries: int) -> float:
+        return 1.0 if self.prompt_weight is None else self.prompt_weight / queries
 
     def _prompt_peak(self, view: PromptView) -> Tensor:
         """``[B, G, T]``: a window's highest attention at its last token, 0 at its others, so that a window's sum is its peak. Sinks

@@ -92,20 +92,25 @@ def causal_attention(q: Tensor, k: Tensor, real: Tensor, scaling: float, rows: T
     return logits.masked_fill_(~visible[:, None, None], float("-inf")).softmax(-1).nan_to_num_()
 
 
-def causal_attention_mass(q: Tensor, k: Tensor, real: Tensor, scaling: float, last: int | None) -> Tensor:
+def causal_attention_mass(q: Tensor, k: Tensor, real: Tensor, scaling: float, last: int | None, norm: float = 1.0) -> Tensor:
     """Attention mass that the last ``last`` real queries (``None``: all) of a prompt put on every token, as
     :func:`causal_attention`. Queries are taken in blocks, so no ``T x T`` matrix is ever made.
 
     Returns:
-        ``[B, H, T]`` fp32, summed over the queries, mean over each KV head's query group.
+        ``[B, H, T]`` fp32, summed over the queries, mean over each KV head's query group. With ``norm`` p: the number of
+        queries times the p-norm mean of the attention of all queries and group members, ``n * mean(a ** p) ** (1 / p)``.
     """
     length = q.shape[-2]
     start = 0 if last is None else max(0, length - last)
     mass = torch.zeros(*k.shape[:2], length, device=k.device)
     for lo in range(start, length, QUERY_BLOCK):
         rows = torch.arange(lo, min(lo + QUERY_BLOCK, length), device=k.device)
-        mass += causal_attention(q, k, real, scaling, rows).sum(-2).mean(2)
-    return mass
+        weights = causal_attention(q, k, real, scaling, rows)
+        mass += (weights if norm == 1 else weights.pow_(norm)).sum(-2).mean(2)
+    if norm == 1:
+        return mass
+    asked = real[:, start:].sum(-1)[:, None, None]
+    return asked * (mass / asked).pow_(1 / norm)
 
 
 def projected_norm(v: Tensor, module: torch.nn.Module) -> Tensor:

@@ -242,6 +242,8 @@ class Arena:
         out, mass = attend(q, blocks, scaling, mass_queries=queries, peak="peak" in self.channels)
         own = None
         if mass is not None:
+            weight = self.policy.turn_weight(n if queries is None else min(queries, n))
+            mass = [m * weight for m in mass]
             own = mass.pop()
             self.collect(layer, mass)
         self.turns[layer] = (k, v, own)
