@@ -432,7 +432,7 @@ def capped(policy: Policy, g: Geometry) -> tuple[Budget, int]:
         for percent in range(least, 100, 5):
             budget = Budget(fraction=percent / 100)
             try:
-                wanted, there = ([f(g, budget, prompt, prompt + more).codes for more in (0, 100)] for f in (policy.layout, policy.slots))
+                wanted, there = ([f(g, budget, prompt, prompt + n).codes for n in (0, 100)] for f in (policy.layout, policy.slots))
             except BudgetError:
                 continue
             if wanted == there:

@@ -13,8 +13,8 @@ class QEvictPlus(Ranked):
 
     Storage: longer windows of 3-bit keys and values with 8-bit metadata; history is coded from the first (``q=1``), so nothing is
     promoted and no copy is kept. Allocation: every KV head chooses its windows, and all heads of all layers share the slots by
-    where the best windows are. Score: the prompt by the p-norm of its last 128 queries, which together count as 16 generated tokens;
-    attention fades while decoding.
+    where the best windows are. Score: the prompt by the p-norm of its last 128 queries, which together count as 16 generated
+    tokens; attention fades while decoding.
     """
 
     window: int = 16

@@ -54,7 +54,7 @@ class Ranked(QEvict):
             raise ValueError(f"prompt_norm={self.prompt_norm:g} is below 1: set method.prompt_norm to 1 (the mean) or more")
         if self.prompt_weight is not None and self.prompt_weight <= 0:
             raise ValueError(
-                f"prompt_weight={self.prompt_weight:g} is not positive: set method.prompt_weight to a number of tokens above 0, or null"
+                f"prompt_weight={self.prompt_weight:g} is not positive: set method.prompt_weight to a number above 0, or null"
             )
         if (self.prompt_norm, self.prompt_weight) != (1, None) and self.ranker not in SUMS:
             raise ValueError(
