@@ -74,8 +74,9 @@ inline v16 finish(v16 a, v16 b) {
 }
 
 inline float sum_of(const float *x, int64_t n) {
-  if (n == 8) {
+  if (n % 8 == 0) {
     v8 a = *reinterpret_cast<const v8u *>(x);
+    for (int64_t i = 8; i < n; i += 8) a += *reinterpret_cast<const v8u *>(x + i);
     a += SHUFFLE(a, a, 4, 5, 6, 7, 0, 1, 2, 3);
     a += SHUFFLE(a, a, 2, 3, 0, 1, 6, 7, 4, 5);
     return a[0] + a[1];
@@ -170,8 +171,31 @@ template <int BITS> constexpr float factor(int i) {
   return BITS != 3 && D * BITS / 8 % 16 == 0 ? 1 << (i * 16 / (D * BITS / 8) * BITS) : 1;
 }
 
+#ifdef __AVX512F__
+// codes of 3 bits are looked up by their low two bits, their high one, and one that belongs to another code and is ignored
+INLINE inline void three_bits(const uint8_t *row, v16 *x) {
+  constexpr int64_t low = D / 4, high = D / 8; // bytes of the planes
+  const v16 value = {0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7};
+  EACH(i, BLOCKS) {
+    i16 b = widen((b16) * (const b16u *)(row + i * 16 % low)) >> i * 16 / low * 2, t;
+    if (high >= 16) {
+      t = widen((b16) * (const b16u *)(row + low + i * 16 % high)) << 2 >> i * 16 / high;
+    } else { // a vector holds two runs
+      uint64_t word;
+      std::memcpy(&word, row + low, 8);
+      t = widen((b16)(w2{word, word})) << 2 >> (LANES >> 3) >> i * 2;
+    }
+    const __m512i index = _mm512_ternarylogic_epi32(_mm512_set1_epi32(3), (__m512i)b, (__m512i)t, 0xca);
+    x[i] = (v16)_mm512_permutexvar_ps(index, (__m512)value);
+  }
+}
+#endif
+
 // codes of one row, times their factor
 template <int BITS> INLINE inline void codes(const uint8_t *row, v16 *x) {
+#ifdef __AVX512F__
+  if constexpr (BITS == 3 && D % 64 == 0) return three_bits(row, x);
+#endif
   constexpr bool fits = whole(D * plane_bits(BITS, 0) / 8) && whole(D * plane_bits(BITS, planes(BITS) - 1) / 8);
   i16 bits[BLOCKS];
   if constexpr (fits) {

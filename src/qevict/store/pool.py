@@ -184,14 +184,15 @@ class Pool:
         self.ragged = slots.to(self.device, torch.int32)
         self.slots, total = int(self.ragged.max()), int(self.ragged.sum())
         target = self.first()[layer, row, head] + rank
-        for store, fill in (
-            (self.payload, dict.fromkeys(self.payload, 0)),
-            (self.record, {n: v for n, (_, v) in self.records.items()}),
-        ):
+        take = torch.zeros(total, dtype=torch.int64, device=self.device)
+        take[target] = source
+        empty = torch.ones(total, dtype=torch.bool, device=self.device)
+        empty[target] = False
+        for store in (self.payload, self.record):  # an empty slot holds what the first one held, and is marked as empty
             for name, flat in store.items():
-                new = flat.new_full((total, *flat.shape[1:]), fill[name])
-                new[target] = flat[source]
-                store[name] = new
+                store[name] = flat.index_select(0, take) if len(flat) else flat.new_zeros(total, *flat.shape[1:])
+        for name, (_, fill) in self.records.items():
+            self.record[name][empty] = fill
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the sequences ``rows`` (in that order, repeats allowed): beam search, batch selection."""
