@@ -1,4 +1,5 @@
-"""All tables, all figures, and one page that shows them: report.html, which opens from disk.
+"""All tables, all figures, and one page that shows them: report.html (report-paper.html at --scale paper), which opens from disk.
+Experiments that are named get their tables and figures anew; the page shows all.
 
 python scripts/report.py [experiment ...] [--scale paper] [--out results] [--readme README.md] [--wandb]
 """
@@ -21,6 +22,7 @@ def main() -> int:
     parser.add_argument("--readme", type=Path, help="file whose marked block gets the table of `fidelity` and `table2`")
     parser.add_argument("--wandb", action="store_true", help="log tables and figures to the sweep's group, offline")
     o = parser.parse_args()
+    from evals.experiment import names
     from evals.figures import figures  # late: --help does not wait for torch
     from evals.loggers import log_report
     from evals.page import each, page
@@ -29,19 +31,26 @@ def main() -> int:
 
     parts = []
 
+    chosen = o.experiments or names()
+
     def make(experiment):
         made = grids(experiment)
-        for grid in made:
-            write(grid, o.out / "tables")
-        drawn = figures(experiment, o.out / "figures")
+        if experiment.name in chosen:
+            for grid in made:
+                write(grid, o.out / "tables")
+            drawn = figures(experiment, o.out / "figures")
+            if o.wandb:
+                log_report(experiment.sweep, made, drawn, o.out)
+        else:
+            there = (o.out / "figures" / f"{grid.name}.svg" for grid in made)
+            drawn = [file.with_suffix(".png") for file in there if file.is_file()]
         parts.append((experiment, made, drawn))
-        if o.wandb:
-            log_report(experiment.sweep, made, drawn, o.out)
 
-    status = each(o.experiments, o.scale, make)
+    status = each([*names(), *(n for n in o.experiments if n not in names())], o.scale, make)
     o.out.mkdir(parents=True, exist_ok=True)
-    (o.out / "report.html").write_text(page(parts), "utf-8")
-    print(f"page: {o.out / 'report.html'}")
+    target = o.out / ("report.html" if o.scale == "cpu" else f"report-{o.scale}.html")
+    target.write_text(page(parts), "utf-8")
+    print(f"page: {target}")
     if o.readme is not None:
         by_name = {grid.name: grid for _, made, _ in parts for grid in made}
         if not by_name.keys() >= {grid for grid, _ in OVERVIEW.values()}:

@@ -1,5 +1,8 @@
 """The diagnostics: metrics against examples worked out by hand, traces and shadows against attention computed another way."""
 
+import copy
+import re
+
 import pytest
 import torch
 from torch import tensor
@@ -160,6 +163,27 @@ def test_traces_are_made_once_and_their_size_is_told(monkeypatch, capsys):
     assert calls == [1] and capsys.readouterr().err == ""
 
 
+def test_a_trace_belongs_to_all_weights_of_a_model(monkeypatch):
+    work = session(FullKV(), Budget(1.0))
+    first = trace.digest_of(work.model)
+    assert trace.digest_of(work.model) == first
+    for other in (copy.deepcopy(work.model), copy.deepcopy(work.model).bfloat16()):
+        if other.dtype == work.model.dtype:
+            other.get_decoder().layers[0].mlp.down_proj.weight.data[0, 0] += 1
+        assert trace.digest_of(other) != first
+
+
+def test_a_damaged_trace_is_made_again():
+    task, work = Mechanism(context=CONTEXT, forced=STEPS), session(FullKV(), Budget(1.0))
+    ids = tensor([items(1)[0].payload[1]])
+    made = copy.deepcopy(task._traces(work, ids)[0])  # it reads the file only when asked
+    path = task._path(work, ids[0].tolist())
+    for damaged in (path.read_bytes()[:-1], b"", b"x" * 100):
+        path.write_bytes(damaged)
+        (again,) = task._traces(work, ids)
+        assert torch.equal(again.mass, made.mass) and trace.there(path)
+
+
 def test_what_a_trace_cannot_give_is_refused():
     task, work = Mechanism(context=CONTEXT, forced=STEPS, grain=4), session(FullKV(), Budget(1.0))
     (made,) = task._traces(work, tensor([items(1)[0].payload[1]]))
@@ -171,6 +195,13 @@ def test_what_a_trace_cannot_give_is_refused():
         Mechanism(context=CONTEXT, forced=STEPS).meter(session(SnapKV(), Budget(0.5)), items(1))
     with pytest.raises(ValueError, match=r"task.horizon=0"):
         Mechanism(horizon=0)
+    assert Mechanism(horizon=64, forced=16).card()["horizon"] == 16
+    with pytest.raises(
+        ValueError, match=r"task.context=1024: source recall tells 16 facts there, set task.context to (\d+) or more"
+    ) as told:
+        Mechanism(sources=("recall",), n=1)._texts("recall")
+    least = int(re.search(r"to (\d+) or more", str(told.value))[1])
+    assert Mechanism(sources=("recall",), n=1, context=least)._texts("recall")
     with pytest.raises(ValueError, match=r"KIVI has none: use task=fidelity"):
         Mechanism(context=200, forced=4).meter(session(KIVI(group=16), Budget(1.0)), items(1, 200, 4))
 

@@ -10,6 +10,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from transformers import DynamicCache
 
+import evals.efficiency
 import qevict.hf.loading
 from conftest import SMALL, build, call, forced_logits, gap, plain, tiny, tokens
 from evals.benchmark import Session
@@ -248,11 +249,25 @@ def test_a_budget_of_the_total_counts_what_will_be_generated():
         ({"warmup": -1}, "task.warmup=-1: it has to be 0 or more"),
         ({"memory_bytes": 0}, "task.memory_bytes=0"),
         ({"baselines": ("nothing",)}, "choose from"),
+        ({"memory_steps": 3}, "task.memory_steps=3: .* task.memory_bytes"),
     ],
 )
 def test_bad_fields_are_refused(bad, words):
     with pytest.raises(ValueError, match=words):
         Efficiency(**bad)
+
+
+def test_baselines_count_once():
+    assert Efficiency(baselines=("packed", "fullkv", "packed")).baselines == ("packed", "fullkv")
+
+
+def test_what_cannot_fit_into_memory_is_refused_before_anything_is_filled(monkeypatch):
+    with pytest.raises(
+        ValueError, match=r"task.context=200 x task.batch=100000000: the caches of method, packed take .* GiB, .* lower task"
+    ):
+        measured(session(), batch=100_000_000, baselines=("packed",))
+    monkeypatch.setattr(evals.efficiency, "free_bytes", lambda device: None)  # not known: tried
+    assert measured(session(), baselines=("packed",))[2]["n_failed"] == 0
 
 
 # -- random weights, records, experiments ---------------------------------------------------------------------------------------

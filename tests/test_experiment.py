@@ -48,6 +48,13 @@ def test_cells_are_methods_times_budgets_times_axes_and_fixed_methods_have_no_bu
     assert [c.config.task.n for c in cells[:2]] == [3, 2]
 
 
+def test_labelled_methods_are_chosen_by_label():
+    cells = load("table14", overrides=["experiment.methods=[R3,R1]"]).cells
+    assert [c.labels["method"] for c in cells] == ["R3", "R1"]
+    with pytest.raises(ValueError, match=r"experiment.methods: 'qevict' is none of experiment=table14: choose from 'R1'"):
+        load("table14", overrides=["experiment.methods=[qevict]"])
+
+
 def test_a_cell_is_the_run_that_compare_makes():
     (cell,) = [c for c in load("table2", overrides=["experiment.methods=[snapkv]"]).cells if c.labels["length"] == "1024"]
     made = config_of("method=snapkv", "budget=0.2", "task.length=1024", "task.n=3", "task.max_new_tokens=64")

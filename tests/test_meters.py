@@ -104,7 +104,7 @@ def test_projection_sees_what_a_constant_hides_at_first():
 
 def test_spread_and_ratio():
     assert spread([4.0]) == {"median": 4.0, "q1": 4.0, "q3": 4.0}
-    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == {"median": 3.0, "q1": 1.5, "q3": 4.5}
+    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == {"median": 3.0, "q1": 2.0, "q3": 4.0}
     times = {"method": [1.0, 2.0, 9.0], "full": [2.0, 8.0, 4.0]}
-    assert ratio(times, "full") == {"median": 2.0 / 4.0, "q1": 0.25, "q3": 2.25}  # of steps: 0.5, 0.25, 2.25
+    assert ratio(times, "full") == {"median": 2.0 / 4.0, "q1": 0.375, "q3": 1.375}  # of steps: 0.5, 0.25, 2.25
     assert ratio(times, "other") is None and ratio(times, None) is None

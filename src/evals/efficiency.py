@@ -18,10 +18,10 @@ import torch
 from evals.benchmark import Item, Session
 from evals.decode import cache_keyword
 from evals.full_caches import FULL, NAMES, QUANTIZED, attention_function, held, implementation, make, unavailable
-from evals.meters import Laps, clock, clock_name, largest, projected, ratio, spread, workspace
+from evals.meters import Laps, clock, clock_name, free_bytes, largest, projected, ratio, spread, workspace
 from qevict.accounting import full_bytes
 from qevict.fields import check_fields
-from qevict.hf.cache import TierCache
+from qevict.hf.cache import TierCache, geometry_of
 
 METERED = 9  # first steps, whose workspace is measured; they cover a routing event of the default methods
 ATTENTION_STEPS = 5  # of attention alone; the first is dropped
@@ -63,13 +63,18 @@ class Efficiency:
 
     def __post_init__(self):
         check_fields(self)
-        object.__setattr__(self, "baselines", (self.baselines,) if isinstance(self.baselines, str) else tuple(self.baselines))
+        baselines = (self.baselines,) if isinstance(self.baselines, str) else self.baselines
+        object.__setattr__(self, "baselines", tuple(dict.fromkeys(baselines)))
         least = {"context": 1, "batch": 1, "new_tokens": 1, "warmup": 0, "prefills": 0, "prefill_batch": 1}
         least |= {"memory_bytes": 1, "memory_steps": 0}
         for field, low in least.items():
             value = getattr(self, field)
             if value is not None and value < low:
                 raise ValueError(f"task.{field}={value}: it has to be {low} or more")
+        if self.memory_steps and self.memory_bytes is None:
+            raise ValueError(
+                f"task.memory_steps={self.memory_steps}: steps at the batch that fits into task.memory_bytes, give that too"
+            )
         if set(self.baselines) - set(NAMES):
             raise ValueError(f"task.baselines={list(self.baselines)}: choose from {', '.join(NAMES)}")
 
@@ -91,18 +96,34 @@ class Efficiency:
         skipped = {name: why for name in self.baselines if (why := unavailable(name, session.model))}
         names = ("method", *(n for n in self.baselines if n not in skipped))
         phases = {"decode": self._decode, "prefill": self._prefill, "capacity": self._capacity}
+        if any(item.id == "decode" for item in items):
+            self._check_memory(session, names)
         for item in items:
             row = {"id": item.id, "task": item.id, "prompt_sha": item.sha, "status": "ok", "error": None, "score": None}
             yield row | phases[item.id](session, names) | {"skipped": skipped}
 
+    def _check_memory(self, session: Session, names: Sequence[str]) -> None:
+        """Refuse what cannot fit: all caches are there at once. What else they need only makes it more."""
+        tokens, model = self.context + self._steps, session.model
+        store = session.new_cache(session.budget).geometry
+        full = geometry_of(model.config.get_text_config(), model.dtype).full_bytes(tokens)
+        own = {"method": session.budget.resolve(store, self.context, tokens), "fullkv": store.full_bytes(tokens)}
+        need, free = self.batch * sum(own.get(n, 0 if n in QUANTIZED else full) for n in names), free_bytes(model.device)
+        if free is not None and need > free:
+            raise ValueError(
+                f"task.context={self.context} x task.batch={self.batch}: the caches of {', '.join(names)} take "
+                f"{need / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free: lower task.context or task.batch, or leave out "
+                "some of task.baselines"
+            )
+
     # -- caches -----------------------------------------------------------------------------------------------------------
 
-    def _filled(self, session: Session, name: str):
-        """A cache that holds ``context`` random tokens per sequence."""
+    def _filled(self, session: Session, name: str, more: int):
+        """A cache that holds ``context`` random tokens per sequence, with room for so many ``more``."""
         model, config = session.model, session.model.config.get_text_config()
         method = session.new_cache(session.budget)
         g = method.geometry
-        cache = method if name == "method" else make(name, model, self.context + self._steps + ATTENTION_STEPS, g.dtype)
+        cache = method if name == "method" else make(name, model, self.context + more, g.dtype)
         # the library's quantized caches cannot repeat their sequences
         rows = self.batch if name in QUANTIZED else max(n for n in range(1, DIFFERENT + 1) if self.batch % n == 0)
         draw = torch.Generator(device=model.device).manual_seed(self.seed)
@@ -152,7 +173,7 @@ class Efficiency:
 
     def _decode(self, session: Session, names: Sequence[str]) -> dict:
         model, device = session.model, session.model.device
-        caches = {name: self._filled(session, name) for name in names}
+        caches = {name: self._filled(session, name, self._steps + ATTENTION_STEPS) for name in names}
         step = {name: self._step(session, cache) for name, cache in caches.items()}
         method, laps = caches["method"], Laps(device)
         space = {}
@@ -232,12 +253,12 @@ class Efficiency:
 
     def _ending(self, batch: int) -> Efficiency:
         """The last steps of this task with another batch: caches are at their fullest then."""
-        tokens = self.context + self.warmup + self.new_tokens
-        return replace(self, batch=batch, context=tokens, new_tokens=max(1, self.memory_steps))
+        tokens, timed = self.context + self.warmup + self.new_tokens, max(1, self.memory_steps)
+        return replace(self, batch=batch, context=max(1, tokens - max(METERED, self.warmup + timed)), new_tokens=timed)
 
     def _need(self, session: Session, name: str) -> int:
         """Bytes that a cache holds, and the most that a step needs on top."""
-        cache = self._filled(session, name)
+        cache = self._filled(session, name, max(METERED, self.warmup + self.new_tokens))
         step = self._step(session, cache)
         return max(workspace(session.model.device, step) for _ in range(METERED)) + held(cache)
 
@@ -249,7 +270,7 @@ class Efficiency:
 
     def _alone(self, session: Session, name: str) -> list[float]:
         """Milliseconds of each decode step with no other cache in memory."""
-        step = self._step(session, self._filled(session, name))
+        step = self._step(session, self._filled(session, name, self.warmup + self.new_tokens))
         return [clock(step, session.model.device) for _ in range(self.warmup + self.new_tokens)][self.warmup :]
 
     # -- numbers ----------------------------------------------------------------------------------------------------------

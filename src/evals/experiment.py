@@ -89,8 +89,12 @@ def load(name: str, scale: str = "cpu", overrides: Sequence[str] = ()) -> Experi
     """
     own = [o for o in overrides if o.lstrip("+~").startswith("experiment.")]
     theirs = [o for o in overrides if o not in own]
+    asked = [o for o in own if o.startswith("experiment.methods=[")]
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        spec = OmegaConf.to_container(compose("config", overrides=[f"experiment={name}", *own]).experiment, resolve=True)
+        rest = [o for o in own if o not in asked]
+        spec = OmegaConf.to_container(compose("config", overrides=[f"experiment={name}", *rest]).experiment, resolve=True)
+        for override in asked:
+            spec["methods"] = _chosen(spec["methods"], OmegaConf.create(override.partition("=")[2]), name)
         if scale not in spec["scales"]:
             raise ValueError(f"scale={scale}: experiment={name} has {' and '.join(spec['scales'])}")
         special = spec["scales"][scale]
@@ -114,6 +118,17 @@ def load(name: str, scale: str = "cpu", overrides: Sequence[str] = ()) -> Experi
         whole.get("figure"),
         cells,
     )
+
+
+def _chosen(methods: list | dict, asked: Sequence[str], name: str) -> list | dict:
+    """``experiment.methods=[...]``: any methods in the place of a plain list, some of those that have labels."""
+    if isinstance(methods, list):
+        return list(asked)
+    if lacking := [label for label in asked if label not in methods]:
+        raise ValueError(
+            f"experiment.methods: {lacking[0]!r} is none of experiment={name}: choose from {', '.join(map(repr, methods))}"
+        )
+    return {label: methods[label] for label in asked}
 
 
 @functools.cache  # half a second on a busy core, and experiments share cells

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import median, quantiles
 
 import torch
@@ -70,6 +71,17 @@ def workspace(device: torch.device, step: Callable[[], object]) -> int:
     return meter.peak
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that can still be had; None: not known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+
+
 def clock_name() -> str:
     return "process CPU time" if torch.get_num_threads() == 1 and not torch.cuda.is_available() else "wall time"
 
@@ -120,7 +132,7 @@ class Laps:
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median and quartiles; of a single value the value."""
-    low, _, high = quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
+    low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values[0],) * 3
     return {"median": median(values), "q1": low, "q3": high}
 
 

@@ -65,6 +65,8 @@ def save_artifact(path: Path, tensors: dict[str, Tensor], about: dict[str, objec
         fresh.write_text(json.dumps(about, indent=2) + "\n")
         os.replace(fresh, path.with_suffix(".json"))
         save_file(data, fresh)
+        with fresh.open("rb+") as file:  # a name must not come to stand for half a file
+            os.fsync(file.fileno())
         os.replace(fresh, path)
 
 

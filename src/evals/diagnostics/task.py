@@ -28,7 +28,6 @@ from evals.fidelity import Fidelity
 from evals.fidelity import Trace as Predictions
 from evals.metrics import estimates
 from evals.stats import interval
-from qevict.artifact import model_digest
 from qevict.budget import Budget
 from qevict.hf.cache import TierCache
 from qevict.policy import CODED, EVICTED, FULL
@@ -65,6 +64,7 @@ class Mechanism(Fidelity):
         for field in ("horizon", "least", "grain"):
             if getattr(self, field) < 1:
                 raise ValueError(f"task.{field}={getattr(self, field)}: it has to be 1 or more")
+        object.__setattr__(self, "horizon", min(self.horizon, self.forced))  # the card says which it was
 
     def _texts(self, source: str) -> list[str]:
         if source == "recall":
@@ -74,7 +74,7 @@ class Mechanism(Fidelity):
     # -- traces ---------------------------------------------------------------------------------------------------------
 
     def _path(self, session: Session, ids: list[int]) -> Path:
-        return trace.path_of(model_digest(session.model), ids, self.context, self.grain)
+        return trace.path_of(trace.digest_of(session.model), ids, self.context, self.grain)
 
     def meter(self, session: Session, items: Sequence[Item]) -> dict[str, int | None]:
         """Nothing is measured: a method that cannot be watched is refused, what will be written to the user's cache is told."""
@@ -82,7 +82,7 @@ class Mechanism(Fidelity):
         if isinstance(policy, Quantizer):
             raise ValueError(f"task=mechanism watches tiers, {type(policy).__name__} has none: use task=fidelity")
         trace.check_grain(self.grain, policy.window)
-        missing = [p for p in (self._path(session, item.payload[1]) for item in items) if not p.is_file()]
+        missing = [p for p in (self._path(session, item.payload[1]) for item in items) if not trace.there(p)]
         if missing:
             size = trace.nbytes(session.model.config.get_text_config(), self.context, self.forced, self.grain) / MIB
             print(
@@ -94,7 +94,7 @@ class Mechanism(Fidelity):
     def _traces(self, session: Session, ids: Tensor) -> list[trace.Trace]:
         """Of a batch of texts ``ids [B, context + forced + 1]``; those that are missing are made."""
         paths = [self._path(session, row) for row in ids.tolist()]
-        missing = [i for i, p in enumerate(paths) if not p.is_file()]
+        missing = [i for i, p in enumerate(paths) if not trace.there(p)]
         if missing:
             trace.make(session.model, ids[missing], self.context, self.grain, self._forced, [paths[i] for i in missing])
         return [trace.load(p, self.context, self.grain) for p in paths]

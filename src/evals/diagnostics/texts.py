@@ -24,7 +24,11 @@ def recall_text(seed: int, context: int, forced: int, facts: int = 16) -> str:
     names = [f"{c} {t}" for c in COLOURS for t in THINGS]
     codes = {name: str(rng.randrange(10_000, 100_000)) for name in rng.sample(names, facts)}
     first = CHARACTERS * context // PARAGRAPH
-    told = dict(zip(sorted(rng.sample(range(first // 10, first * 8 // 10), facts)), codes, strict=True))
+    places = range(first // 10, first * 8 // 10)
+    if len(places) < facts:
+        least = -(-(facts + 1) * 10 // 7) * PARAGRAPH // CHARACTERS
+        raise ValueError(f"task.context={context}: source recall tells {facts} facts there, set task.context to {least} or more")
+    told = dict(zip(sorted(rng.sample(places, facts)), codes, strict=True))
     out = []
     for i, paragraph in enumerate(paragraphs):
         out.append(paragraph)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache
 
 from evals.full_caches import PackedLayer
-from qevict.artifact import artifact_path, model_digest, save_artifact
+from qevict.artifact import artifact_path, save_artifact
 from qevict.engine.reference import causal_attention_mass
 from qevict.hf.attention import NAME
 
@@ -148,6 +151,21 @@ class Recorder:
         return out
 
 
+_digests: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
+
+
+def digest_of(model: torch.nn.Module) -> str:
+    """Identity of all that a trace depends on: configuration, every weight, and the types they are loaded in."""
+    if model not in _digests:
+        config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+        sha = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+        for name, weight in model.state_dict().items():
+            sha.update(f"{name} {weight.dtype}".encode())
+            sha.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        _digests[model] = sha.hexdigest()[:16]
+    return _digests[model]
+
+
 def path_of(digest: str, ids: list[int], prompt: int, grain: int) -> Path:
     """Where the trace of a text lies: in the user's cache, by model and text (prompt, forced tokens and the one after them)."""
     text = hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:16]
@@ -159,6 +177,15 @@ def nbytes(config, prompt: int, forced: int, grain: int) -> int:
     layers, heads, hidden = config.num_hidden_layers, config.num_key_value_heads, config.hidden_size
     groups = grid(prompt, prompt + forced, grain)[1] + FIRST
     return layers * heads * groups * (2 * forced + 4) + forced * hidden * (4 + 2 * layers)
+
+
+def there(path: Path) -> bool:
+    """Whether a trace is on disk and whole. One that is not is made again."""
+    try:
+        with safe_open(path, "pt"):
+            return True
+    except (OSError, SafetensorError):
+        return False
 
 
 def load(path: Path, prompt: int, grain: int) -> Trace:
@@ -187,5 +214,5 @@ def make(model: torch.nn.Module, ids: Tensor, prompt: int, grain: int, forced: F
     tensors["hidden"] = torch.stack(hidden[1:], 1)  # the first is the prompt's
     tensors["attention"] = torch.stack(attention, 2).transpose(0, 1)  # [B, L, N, hidden]
     for i, path in enumerate(paths):
-        about = {"model_digest": model_digest(model), "prompt": prompt, "grain": grain, "version": VERSION}
+        about = {"model_digest": digest_of(model), "prompt": prompt, "grain": grain, "version": VERSION}
         save_artifact(path, {name: t[i].contiguous() for name, t in tensors.items()}, about)
