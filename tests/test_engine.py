@@ -29,7 +29,7 @@ from conftest import (
     tokens,
 )
 from qevict import Budget, QEvict, TierCache
-from qevict.engine.reference import Block, attend, causal_attention_mass
+from qevict.engine.reference import Block, attend, causal_attention_mass, causal_attention_norm, raised
 from qevict.policy import CODED, EVICTED, FULL, PROMOTIONS, select
 from qevict.store.pool import Pool
 
@@ -469,7 +469,7 @@ def test_attend_survives_blocks_without_a_visible_token():
 
 @pytest.mark.parametrize("last", [1, 32, 200, None])
 def test_prompt_mass_equals_softmax(last):
-    """In blocks of queries, with padding: padded queries give nothing, padded keys get nothing. Also as a p-norm."""
+    """In blocks of queries, with padding: padded queries give nothing, padded keys get nothing."""
     rng = np.random.default_rng(5)
     batch, heads, group, length, dim = 2, 2, 2, 290, 16
     q = rng.standard_normal((batch, heads * group, length, dim)).astype(np.float32)
@@ -486,10 +486,30 @@ def test_prompt_mass_equals_softmax(last):
     queries = np.minimum(length - first, length - pad)
     assert got.sum(-1) == pytest.approx(np.repeat(queries[:, None], heads, 1), rel=1e-5)
     assert not got[1, :, :270].any()
-    normed = causal_attention_mass(torch.from_numpy(q), torch.from_numpy(k), torch.from_numpy(real), 0.25, last, 3.0).numpy()
-    asked = queries[:, None, None]
-    mean = (weights[..., first:, :] ** 3).sum((2, 3)) / (asked * group)
-    assert np.abs(normed - asked * mean ** (1 / 3)).max() < 1e-4 and (normed >= got - 1e-4).all()
+
+
+@pytest.mark.parametrize(
+    ("p", "half_life", "last"), [(1.0, 20.0, 200), (3.0, None, None), (8.0, 8.0, 200), (6.0, 3.0, 32), (8.0, None, 4)]
+)
+def test_prompt_norm_equals_its_definition(p, half_life, last):
+    rng = np.random.default_rng(6)
+    length, pad = 290, np.array([0, 250])
+    q, k = (3 * rng.standard_normal((2, h, length, 16)).astype(np.float32) for h in (4, 2))
+    real = np.arange(length) >= pad[:, None]
+    got = causal_attention_norm(torch.from_numpy(q), torch.from_numpy(k), torch.from_numpy(real), 0.25, last, p, half_life).numpy()
+    for b in range(2):
+        rows = np.arange(max(pad[b], length - (last or length)), length)
+        weight = np.ones(len(rows)) if half_life is None else 0.5 ** ((length - 1 - rows) / half_life)
+        for h in range(2):
+            total = np.zeros(length)
+            for g in range(2):
+                for row, w in zip(rows, weight, strict=True):
+                    seen = slice(pad[b], row + 1)
+                    total[seen] += w * softmax(k[b, h, seen].astype(np.float64) @ q[b, 2 * h + g, row] * 0.25) ** p / 2
+            want = (total / weight.sum()) ** (1 / p)
+            assert np.abs(got[b, h] - want).max() < 1e-6 + 2 * 2 ** (-212 / p)
+            assert got[b, h] == pytest.approx(want, rel=1e-3, abs=2 * 2 ** (-212 / p) + 1e-9)
+    assert raised(torch.tensor([3.0]), 12.0).item() == 3.0**12 and raised(torch.tensor([2.0]), 2.5).item() == pytest.approx(2**2.5)
 
 
 # -- selection ---------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def test_cumulative_is_qevict():
     out = [call(m, c, ids).logits for m, c in zip(models, caches, strict=True)]
     assert torch.equal(*out) and holdings(caches[0].store) == holdings(caches[1].store)
     assert {f.name for f in fields(Ranked)} - {f.name for f in fields(QEvict)} == {
-        "ranker", "half_life", "prompt_norm", "prompt_weight",
+        "ranker", "half_life", "prompt_norm", "query_half_life", "prompt_weight",
     }  # fmt: skip
 
 
@@ -143,29 +143,25 @@ def test_bad_settings_are_named():
         ({"half_life": 0.0}, "half_life=0 is not positive"),
         ({"prompt_norm": 0.5}, "prompt_norm=0.5 is below 1"),
         ({"prompt_weight": 0.0}, "prompt_weight=0 is not positive"),
-        ({"prompt_weight": 4.0, "ranker": "peak"}, "no effect with ranker=peak: set method.ranker to cumulative or decayed"),
+        ({"prompt_weight": 4.0, "ranker": "peak"}, "prompt_weight=4 has no effect with ranker=peak: leave it out"),
+        ({"query_half_life": -1.0}, "query_half_life=-1 is not positive"),
     ):
         with pytest.raises(ValueError, match=words):
             Ranked(**bad)
 
 
 @pytest.mark.parametrize("granularity", ["layer", "kv_head"])
-@pytest.mark.parametrize("last", [4, None])
-def test_the_norm_and_the_weight_of_the_prompt(granularity, last):
-    """n_w * mean(a ** p) ** (1 / p) over the real queries asked and a group's heads; a short prompt counts the same."""
+@pytest.mark.parametrize(("weight", "queries"), [(7.0, (7, 7)), (None, (4, 3))])
+def test_the_norm_and_the_weight_of_the_prompt(granularity, weight, queries):
+    """The norm of the queries asked, times as many as they count: all the same, or as many real ones as there are."""
     seen = view(padding=(0, 37))
-    asked = {"prompt_mass": "all"} if last is None else {"last_queries": last}
-    policy = Ranked(prompt_norm=3.0, prompt_weight=7.0, granularity=granularity, **asked)
-    score = policy.prompt_scores(seen)["score"].double().numpy()
-    for b, first in ((0, 0), (1, 37)):
-        rows = range(max(first, 40 - (last or 40)), 40)
-        powers = np.zeros((2, 40))
-        for h in range(4):
-            for row in rows:
-                weights = softmax((seen.q[b, h, row] @ seen.k[b, h // 2, first : row + 1].T).double().numpy() * 0.25)
-                powers[h // 2, first : row + 1] += weights**3 / (2 * len(rows))
-        expected = 7 * powers ** (1 / 3)
-        assert np.allclose(score[b], expected if granularity == "kv_head" else expected.mean(0), atol=1e-5)
+    policy = Ranked(prompt_norm=3.0, prompt_weight=weight, query_half_life=2.0, granularity=granularity, last_queries=4)
+    want = seen.norm(4, 3.0, 2.0) * torch.tensor(queries)[:, None, None]
+    score = policy.prompt_scores(seen)["score"]
+    assert torch.allclose(score, want if granularity == "kv_head" else want.mean(1, keepdim=True))
+    plain = Ranked(prompt_weight=weight, last_queries=4, granularity=granularity).prompt_scores(seen)["score"]
+    mass = Ranked(last_queries=4, granularity=granularity).prompt_scores(seen)["score"]
+    assert torch.allclose(plain, mass * (1 if weight is None else torch.tensor([7 / 4, 7 / 3])[:, None, None]), atol=1e-5)
 
 
 def test_a_turn_counts_as_the_prompt_does():

@@ -13,8 +13,8 @@ class QEvictPlus(Ranked):
 
     Storage: longer windows of 3-bit keys and values with 8-bit metadata; history is coded from the first (``q=1``), so nothing is
     promoted and no copy is kept. Allocation: every KV head chooses its windows, and all heads of all layers share the slots by
-    where the best windows are. Score: the prompt by the p-norm of its last 128 queries, which together count as 16 generated
-    tokens; attention fades while decoding.
+    where the best windows are. Score: the prompt by the p-norm of its last 128 queries, the last of them above all, which together
+    count as 16 generated tokens; attention fades while decoding.
     """
 
     window: int = 16
@@ -27,5 +27,6 @@ class QEvictPlus(Ranked):
     shares: str | None = "layers"
     ranker: str = "decayed"
     half_life: float = 32.0
-    prompt_norm: float = 3.0
+    prompt_norm: float = 8.0
+    query_half_life: float | None = 8.0
     prompt_weight: float | None = 16.0

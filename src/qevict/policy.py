@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from qevict.budget import Budget, BudgetError, Costs, Geometry, Layout
-from qevict.engine.reference import causal_attention, causal_attention_mass
+from qevict.engine.reference import causal_attention, causal_attention_mass, causal_attention_norm
 from qevict.fields import check_fields
 from qevict.store.codec import WindowCodec
 
@@ -221,10 +221,14 @@ class PromptView:
     real: Tensor
     scaling: float
 
-    def mass(self, last: int | None, norm: float = 1.0) -> Tensor:
-        """``[B, H, T]`` attention mass of the last ``last`` real queries (``None``: all), mean over each head's query group;
-        ``norm``: the p of that mean, see :func:`causal_attention_mass`."""
-        return causal_attention_mass(self.q, self.k, self.real, self.scaling, last, norm)
+    def mass(self, last: int | None) -> Tensor:
+        """``[B, H, T]`` attention mass of the last ``last`` real queries (``None``: all), mean over each head's query group."""
+        return causal_attention_mass(self.q, self.k, self.real, self.scaling, last)
+
+    def norm(self, last: int | None, p: float, half_life: float | None = None) -> Tensor:
+        """``[B, H, T]`` p-norm mean of the attention of those queries and a head's query group; later queries may count more,
+        see :func:`causal_attention_norm`."""
+        return causal_attention_norm(self.q, self.k, self.real, self.scaling, last, p, half_life)
 
     def asked(self, last: int | None) -> Tensor:
         """``[B]`` how many real queries those are."""

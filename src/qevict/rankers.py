@@ -32,6 +32,7 @@ class Ranked(QEvict):
         half_life: generated tokens, for ``decayed``.
         prompt_norm: p of the p-norm mean over the prompt's last queries and a group's heads; 1 is the plain mean. Higher ones keep
             what few queries look at but look at hard. For ``cumulative`` and ``decayed``.
+        query_half_life: tokens from the prompt's end back over which a query's weight in that mean halves; None: all count alike.
         prompt_weight: generated tokens that the prompt's queries count as together, and those of a later turn; None: each counts
             as one. A lower one lets windows that were generated compete. For the same.
 
@@ -42,6 +43,7 @@ class Ranked(QEvict):
     ranker: str = "cumulative"
     half_life: float = 64.0
     prompt_norm: float = 1.0
+    query_half_life: float | None = None
     prompt_weight: float | None = None
 
     def __post_init__(self):
@@ -52,14 +54,16 @@ class Ranked(QEvict):
             raise ValueError(f"half_life={self.half_life:g} is not positive: set method.half_life to a number of tokens above 0")
         if self.prompt_norm < 1:
             raise ValueError(f"prompt_norm={self.prompt_norm:g} is below 1: set method.prompt_norm to 1 (the mean) or more")
-        if self.prompt_weight is not None and self.prompt_weight <= 0:
+        for name in ("query_half_life", "prompt_weight"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name}={value:g} is not positive: set method.{name} to a number of tokens above 0, or null")
+        told = {n: x for n in ("prompt_norm", "query_half_life", "prompt_weight") if (x := getattr(self, n)) not in (1, None)}
+        if told and self.ranker not in SUMS:
+            name, value = next(iter(told.items()))
             raise ValueError(
-                f"prompt_weight={self.prompt_weight:g} is not positive: set method.prompt_weight to a number above 0, or null"
-            )
-        if (self.prompt_norm, self.prompt_weight) != (1, None) and self.ranker not in SUMS:
-            raise ValueError(
-                f"prompt_norm={self.prompt_norm:g}, prompt_weight={self.prompt_weight} have no effect with ranker={self.ranker}: "
-                f"set method.ranker to {' or '.join(SUMS)}, or leave them at 1 and null"
+                f"{name}={value:g} has no effect with ranker={self.ranker}: leave it out, or set method.ranker to "
+                f"{' or '.join(SUMS)}"
             )
 
     @property
@@ -82,10 +86,12 @@ class Ranked(QEvict):
             return {"score": score if self.per_head else score.mean(1, keepdim=True)}
         if self.ranker == "peak":
             return super().prompt_scores(view) | {"peak": self._prompt_peak(view)}
-        mass = view.mass(self.prompt_queries, self.prompt_norm)
-        if self.prompt_weight is not None:
-            mass = mass * (self.prompt_weight / view.asked(self.prompt_queries))[:, None, None]
-        return {"score": mass if self.per_head else mass.mean(1, keepdim=True)}
+        if (self.prompt_norm, self.query_half_life, self.prompt_weight) == (1, None, None):
+            return super().prompt_scores(view)
+        mean = view.norm(self.prompt_queries, self.prompt_norm, self.query_half_life)
+        weight = view.asked(self.prompt_queries)[:, None, None] if self.prompt_weight is None else self.prompt_weight
+        score = mean * weight
+        return {"score": score if self.per_head else score.mean(1, keepdim=True)}
 
     def turn_weight(self, queries: int) -> float:
         return 1.0 if self.prompt_weight is None else self.prompt_weight / queries

@@ -5,7 +5,7 @@ It is the oracle that faster backends are tested against. Arithmetic is fp32 wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -92,25 +92,52 @@ def causal_attention(q: Tensor, k: Tensor, real: Tensor, scaling: float, rows: T
     return logits.masked_fill_(~visible[:, None, None], float("-inf")).softmax(-1).nan_to_num_()
 
 
-def causal_attention_mass(q: Tensor, k: Tensor, real: Tensor, scaling: float, last: int | None, norm: float = 1.0) -> Tensor:
+def causal_attention_mass(q: Tensor, k: Tensor, real: Tensor, scaling: float, last: int | None) -> Tensor:
     """Attention mass that the last ``last`` real queries (``None``: all) of a prompt put on every token, as
     :func:`causal_attention`. Queries are taken in blocks, so no ``T x T`` matrix is ever made.
 
     Returns:
-        ``[B, H, T]`` fp32, summed over the queries, mean over each KV head's query group. With ``norm`` p: the number of
-        queries times the p-norm mean of the attention of all queries and group members, ``n * mean(a ** p) ** (1 / p)``.
+        ``[B, H, T]`` fp32, summed over the queries, mean over each KV head's query group.
+    """
+    mass = torch.zeros(k.shape[:-1], device=k.device)
+    for rows in _query_blocks(q, last):
+        mass += causal_attention(q, k, real, scaling, rows).sum(-2).mean(2)
+    return mass
+
+
+def causal_attention_norm(
+    q: Tensor, k: Tensor, real: Tensor, scaling: float, last: int | None, p: float, half_life: float | None
+) -> Tensor:
+    """p-norm mean of the attention that a prompt's last ``last`` real queries (``None``: all) and a group's heads pay to every
+    token, ``(sum w a ** p / sum w) ** (1 / p)``; a query's ``w`` halves every ``half_life`` tokens from the prompt's end back
+    (``None``: all are 1).
+
+    Returns:
+        ``[B, H, T]`` fp32. What is below 2 ** (-212 / p) (1e-8 for p = 8) counts as that.
     """
     length = q.shape[-2]
-    start = 0 if last is None else max(0, length - last)
-    mass = torch.zeros(*k.shape[:2], length, device=k.device)
-    for lo in range(start, length, QUERY_BLOCK):
-        rows = torch.arange(lo, min(lo + QUERY_BLOCK, length), device=k.device)
-        weights = causal_attention(q, k, real, scaling, rows)
-        mass += (weights if norm == 1 else weights.pow_(norm)).sum(-2).mean(2)
-    if norm == 1:
-        return mass
-    asked = real[:, start:].sum(-1)[:, None, None]
-    return asked * (mass / asked).pow_(1 / norm)
+    total, weights = torch.zeros(k.shape[:-1], device=k.device), torch.zeros(len(q), 1, 1, device=k.device)
+    up, low = 2.0 ** (112 / p), 2.0 ** (-100 / p)  # powers of small numbers have no place in fp32, or are very slow there
+    for rows in _query_blocks(q, last):
+        weight = torch.ones(len(rows), device=k.device) if half_life is None else 0.5 ** ((length - 1 - rows) / half_life)
+        attention = causal_attention(q, k, real, scaling, rows).mul_(up * weight[:, None] ** (1 / p))
+        total += raised(attention.clamp_min_(low), p).sum(-2).mean(2)
+        weights += (weight * real[:, rows]).sum(-1)[:, None, None]
+    return (total / weights).pow_(1 / p).div_(up)
+
+
+def raised(x: Tensor, p: float) -> Tensor:
+    """``x ** p`` in place; by squares where that goes, which is much faster."""
+    while p > 1 and p % 2 == 0:
+        x, p = x.square_(), p / 2
+    return x if p == 1 else x.pow_(p)
+
+
+def _query_blocks(q: Tensor, last: int | None) -> Iterator[Tensor]:
+    """Columns of the last ``last`` queries (``None``: all), some at a time."""
+    length = q.shape[-2]
+    for lo in range(0 if last is None else max(0, length - last), length, QUERY_BLOCK):
+        yield torch.arange(lo, min(lo + QUERY_BLOCK, length), device=q.device)
 
 
 def projected_norm(v: Tensor, module: torch.nn.Module) -> Tensor:
