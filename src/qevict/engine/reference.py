@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-QUERY_BLOCK = 128  # prompt queries per block when their attention mass is summed
+QUERY_BLOCK = 32  # prompt queries per block when their attention is summed: larger ones leave the processor's caches
 
 
 @dataclass
