@@ -143,7 +143,10 @@ def test_bad_settings_are_named():
         ({"half_life": 0.0}, "half_life=0 is not positive"),
         ({"prompt_norm": 0.5}, "prompt_norm=0.5 is below 1"),
         ({"prompt_weight": 0.0}, "prompt_weight=0 is not positive"),
-        ({"prompt_weight": 4.0, "ranker": "peak"}, "prompt_weight=4 has no effect with ranker=peak: leave it out"),
+        (
+            {"prompt_weight": 4.0, "ranker": "peak"},
+            "prompt_weight=4 have no effect with ranker=peak: set method.prompt_weight=null, or method.ranker to cumulative",
+        ),
         ({"query_half_life": -1.0}, "query_half_life=-1 is not positive"),
     ):
         with pytest.raises(ValueError, match=words):

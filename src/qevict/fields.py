@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from types import NoneType, UnionType
@@ -11,9 +12,9 @@ WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or f
 
 
 def check(name: str, value: object, *kinds: type) -> None:
-    """Raise a ValueError unless ``value`` is one of ``kinds`` (an int is a number; a bool is neither)."""
+    """Raise a ValueError unless ``value`` is one of ``kinds`` (an int is a number; a bool, infinity and nan are neither)."""
     for kind in kinds:
-        if isinstance(value, bool) and kind is not bool:
+        if (isinstance(value, bool) and kind is not bool) or (isinstance(value, float) and not math.isfinite(value)):
             continue
         if isinstance(value, kind) or (kind is float and isinstance(value, int)):
             return

@@ -69,7 +69,8 @@ class QEvict(Policy):
             ("promotion", self.promotion, PROMOTIONS), ("shares", self.shares, (None, "heads", "layers")),
         ):  # fmt: skip
             if value not in allowed:
-                raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, allowed))}")
+                choice = ", ".join("null" if a is None else a for a in allowed)
+                raise ValueError(f"{name}={value!r}: choose one of {choice} for method.{name}")
         for name, value, low, high in (("q", self.q, 0, 1), ("local_fraction", self.local_fraction, 0, 1)):
             if not low <= value <= high:
                 raise ValueError(f"{name}={value:g} is outside [{low}, {high}]")

@@ -60,10 +60,10 @@ class Ranked(QEvict):
                 raise ValueError(f"{name}={value:g} is not positive: set method.{name} to a number of tokens above 0, or null")
         told = {n: x for n in ("prompt_norm", "query_half_life", "prompt_weight") if (x := getattr(self, n)) not in (1, None)}
         if told and self.ranker not in SUMS:
-            name, value = next(iter(told.items()))
+            rest = " ".join(f"method.{n}={'1' if n == 'prompt_norm' else 'null'}" for n in told)
             raise ValueError(
-                f"{name}={value:g} has no effect with ranker={self.ranker}: leave it out, or set method.ranker to "
-                f"{' or '.join(SUMS)}"
+                f"{', '.join(f'{n}={x:g}' for n, x in told.items())} have no effect with ranker={self.ranker}: set {rest}, or "
+                f"method.ranker to {' or '.join(SUMS)}"
             )
 
     @property
