@@ -310,10 +310,16 @@ def test_parts_follow_the_units(llama):
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, float("nan")])
+@pytest.mark.parametrize("value", [0, -1, 1.5])
 def test_fractions_outside_the_range(llama, value):
     with pytest.raises(BudgetError, match=r"outside \(0, 1\]"):
         TierCache(llama, QEvict(), value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_fraction_that_is_no_number(value):
+    with pytest.raises(BudgetError, match=f"budget={value} must be a number"):
+        Budget(fraction=value)
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ def test_a_base_policy_keeps_everything(llama):
         ({"promotion": True}, "promotion=True must be text"),
         ({"q": 1.2}, r"q=1.2 is outside \[0, 1\]"),
         ({"q": -0.1}, r"q=-0.1 is outside \[0, 1\]"),
-        ({"q": float("nan")}, r"q=nan is outside \[0, 1\]"),
+        ({"q": float("nan")}, r"q=nan must be a number"),
         ({"local_fraction": 25}, r"local_fraction=25 is outside \[0, 1\]"),
         ({"window": 0}, "window=0 is below 1"),
         ({"interval": 0}, "interval=0 is below 1"),

@@ -142,6 +142,8 @@ def test_bad_settings_are_named():
         ({"ranker": "luck"}, "ranker='luck': choose one of cumulative"),
         ({"half_life": 0.0}, "half_life=0 is not positive"),
         ({"prompt_norm": 0.5}, "prompt_norm=0.5 is below 1"),
+        ({"prompt_norm": float("nan")}, "prompt_norm=nan must be a number"),
+        ({"half_life": float("inf")}, "half_life=inf must be a number"),
         ({"prompt_weight": 0.0}, "prompt_weight=0 is not positive"),
         (
             {"prompt_weight": 4.0, "ranker": "peak"},
