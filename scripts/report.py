@@ -29,9 +29,7 @@ def main() -> int:
     from evals.render import between, overview, write
     from evals.tables import grids
 
-    parts = []
-
-    chosen = o.experiments or names()
+    parts, chosen = [], o.experiments or names()
 
     def make(experiment):
         made = grids(experiment)
@@ -46,7 +44,7 @@ def main() -> int:
             drawn = [file.with_suffix(".png") for file in there if file.is_file()]
         parts.append((experiment, made, drawn))
 
-    status = each([*names(), *(n for n in o.experiments if n not in names())], o.scale, make)
+    status = each(list(dict.fromkeys([*names(), *chosen])), o.scale, make)
     o.out.mkdir(parents=True, exist_ok=True)
     target = o.out / ("report.html" if o.scale == "cpu" else f"report-{o.scale}.html")
     target.write_text(page(parts), "utf-8")

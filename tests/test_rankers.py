@@ -149,6 +149,7 @@ def test_bad_settings_are_named():
             {"prompt_weight": 4.0, "ranker": "peak"},
             "prompt_weight=4 have no effect with ranker=peak: set method.prompt_weight=null, or method.ranker to cumulative",
         ),
+        ({"prompt_weight": 1.0, "ranker": "last_query"}, "prompt_weight=1 have no effect with ranker=last_query"),
         ({"query_half_life": -1.0}, "query_half_life=-1 is not positive"),
     ):
         with pytest.raises(ValueError, match=words):

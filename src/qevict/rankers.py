@@ -58,7 +58,8 @@ class Ranked(QEvict):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name}={value:g} is not positive: set method.{name} to a number of tokens above 0, or null")
-        told = {n: x for n in ("prompt_norm", "query_half_life", "prompt_weight") if (x := getattr(self, n)) not in (1, None)}
+        of_sums = ("prompt_norm", "query_half_life", "prompt_weight")
+        told = {n: x for n in of_sums if (x := getattr(self, n)) != getattr(Ranked, n)}
         if told and self.ranker not in SUMS:
             rest = " ".join(f"method.{n}={'1' if n == 'prompt_norm' else 'null'}" for n in told)
             raise ValueError(
