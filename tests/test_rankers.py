@@ -34,7 +34,7 @@ def test_cumulative_is_qevict():
     out = [call(m, c, ids).logits for m, c in zip(models, caches, strict=True)]
     assert torch.equal(*out) and holdings(caches[0].store) == holdings(caches[1].store)
     assert {f.name for f in fields(Ranked)} - {f.name for f in fields(QEvict)} == {
-        "ranker", "half_life", "prompt_norm", "query_half_life", "prompt_weight",
+        "ranker", "half_life", "prompt_norm", "query_half_life", "prompt_weight", "follow",
     }  # fmt: skip
 
 
@@ -147,9 +147,11 @@ def test_bad_settings_are_named():
         ({"prompt_weight": 0.0}, "prompt_weight=0 is not positive"),
         (
             {"prompt_weight": 4.0, "ranker": "peak"},
-            "prompt_weight=4 have no effect with ranker=peak: set method.prompt_weight=null, or method.ranker to cumulative",
+            "ranker=peak has no use for prompt_weight=4: set method.prompt_weight=null, or method.ranker to cumulative",
         ),
-        ({"prompt_weight": 1.0, "ranker": "last_query"}, "prompt_weight=1 have no effect with ranker=last_query"),
+        ({"prompt_weight": 1.0, "ranker": "last_query"}, "ranker=last_query has no use for prompt_weight=1: set"),
+        ({"follow": 1.0}, r"follow=1 is outside \[0, 1\): set method.follow to 0"),
+        ({"follow": 0.5, "ranker": "peak"}, "ranker=peak has no use for follow=0.5: set method.follow=0, or"),
         ({"query_half_life": -1.0}, "query_half_life=-1 is not positive"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -168,6 +170,23 @@ def test_the_norm_and_the_weight_of_the_prompt(granularity, weight, queries):
     plain = Ranked(prompt_weight=weight, last_queries=4, granularity=granularity).prompt_scores(seen)["score"]
     mass = Ranked(last_queries=4, granularity=granularity).prompt_scores(seen)["score"]
     assert torch.allclose(plain, mass * (1 if weight is None else torch.tensor([7 / 4, 7 / 3])[:, None, None]), atol=1e-5)
+
+
+@pytest.mark.parametrize("granularity", ["layer", "kv_head"])
+def test_what_is_looked_at_is_read_on_from(granularity):
+    """A token has at least ``follow`` to the power of n of the score n windows before it; sinks and padding pass nothing on."""
+    seen = view(padding=(0, 6))
+    settings = {"last_queries": 4, "granularity": granularity, "window": 4}
+    plain = Ranked(**settings).prompt_scores(seen)["score"].numpy()
+    followed = Ranked(follow=0.6, **settings).prompt_scores(seen)["score"].numpy()
+    normed = Ranked(follow=0.6, prompt_norm=2.0, **settings).prompt_scores(seen)["score"]
+    assert followed.shape == plain.shape and not torch.allclose(normed, torch.from_numpy(followed))
+    for b, first in ((0, 5), (1, 11)):  # after 5 sinks
+        assert (followed[b, :, :first] == 0).all()
+        for t in range(first, 40):
+            reach = [0.6**n * plain[b, :, t - 4 * n] for n in range(10) if t - 4 * n >= first]
+            assert np.allclose(followed[b, :, t], np.max(reach, 0), atol=1e-7)
+    assert (followed > plain)[:, :, 11:].any()
 
 
 def test_a_turn_counts_as_the_prompt_does():

@@ -14,7 +14,8 @@ class QEvictPlus(Ranked):
     Storage: longer windows of 3-bit keys and values with 8-bit metadata; history is coded from the first (``q=1``), so nothing is
     promoted and no copy is kept. Allocation: every KV head chooses its windows, and all heads of all layers share the slots by
     where the best windows are. Score: the prompt by the p-norm of its last 128 queries, the last of them above all, which together
-    count as 16 generated tokens; attention fades while decoding.
+    count as 16 generated tokens, and the windows after one that they look at are kept for what is read on from there; attention
+    fades while decoding.
     """
 
     window: int = 16
@@ -30,3 +31,4 @@ class QEvictPlus(Ranked):
     prompt_norm: float = 8.0
     query_half_life: float | None = 8.0
     prompt_weight: float | None = 16.0
+    follow: float = 0.35

@@ -35,6 +35,8 @@ class Ranked(QEvict):
         query_half_life: tokens from the prompt's end back over which a query's weight in that mean halves; None: all count alike.
         prompt_weight: generated tokens that the prompt's queries count as together, and those of a later turn; None: each counts
             as one. A lower one lets windows that were generated compete. For the same.
+        follow: share of a prompt window's score that the window after it has at least, the one after that ``follow`` squared, and
+            so on: what attention finds is read on from there. For the same.
 
     With ``key_norm`` the prompt's windows are ranked by their keys, those generated later rank as average ones and among
     themselves by attention: the store weighs no keys that arrive while decoding.
@@ -45,6 +47,7 @@ class Ranked(QEvict):
     prompt_norm: float = 1.0
     query_half_life: float | None = None
     prompt_weight: float | None = None
+    follow: float = 0.0
 
     def __post_init__(self):
         super().__post_init__()
@@ -58,12 +61,14 @@ class Ranked(QEvict):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name}={value:g} is not positive: set method.{name} to a number of tokens above 0, or null")
-        of_sums = ("prompt_norm", "query_half_life", "prompt_weight")
+        if not 0 <= self.follow < 1:
+            raise ValueError(f"follow={self.follow:g} is outside [0, 1): set method.follow to 0 (off) or a share below 1")
+        of_sums = ("prompt_norm", "query_half_life", "prompt_weight", "follow")
         told = {n: x for n in of_sums if (x := getattr(self, n)) != getattr(Ranked, n)}
         if told and self.ranker not in SUMS:
-            rest = " ".join(f"method.{n}={'1' if n == 'prompt_norm' else 'null'}" for n in told)
+            rest = " ".join(f"method.{n}={'null' if (off := getattr(Ranked, n)) is None else f'{off:g}'}" for n in told)
             raise ValueError(
-                f"{', '.join(f'{n}={x:g}' for n, x in told.items())} have no effect with ranker={self.ranker}: set {rest}, or "
+                f"ranker={self.ranker} has no use for {', '.join(f'{n}={x:g}' for n, x in told.items())}: set {rest}, or "
                 f"method.ranker to {' or '.join(SUMS)}"
             )
 
@@ -88,23 +93,38 @@ class Ranked(QEvict):
         if self.ranker == "peak":
             return super().prompt_scores(view) | {"peak": self._prompt_peak(view)}
         if (self.prompt_norm, self.query_half_life, self.prompt_weight) == (1, None, None):
-            return super().prompt_scores(view)
-        mean = view.norm(self.prompt_queries, self.prompt_norm, self.query_half_life)
-        weight = view.asked(self.prompt_queries)[:, None, None] if self.prompt_weight is None else self.prompt_weight
-        score = mean * weight
-        return {"score": score if self.per_head else score.mean(1, keepdim=True)}
+            score = super().prompt_scores(view)["score"]
+        else:
+            mean = view.norm(self.prompt_queries, self.prompt_norm, self.query_half_life)
+            weight = view.asked(self.prompt_queries)[:, None, None] if self.prompt_weight is None else self.prompt_weight
+            score = mean * weight
+            score = score if self.per_head else score.mean(1, keepdim=True)
+        return {"score": self._followed(score, view) if self.follow else score}
 
     def turn_weight(self, queries: int) -> float:
         return 1.0 if self.prompt_weight is None else self.prompt_weight / queries
 
+    def _inside(self, view: PromptView) -> Tensor:
+        """``[B, T]`` True for real tokens that are no sinks."""
+        first = view.real.int().argmax(-1)[:, None] + self.sink
+        return torch.arange(view.length, device=view.k.device) >= first
+
+    def _followed(self, score: Tensor, view: PromptView) -> Tensor:
+        """Each token's score or, if that is more, ``follow`` times that of the token one window before, which may be passed on in
+        its turn. Sinks pass nothing on: theirs says nothing about what comes after them."""
+        score = score * self._inside(view)[:, None]
+        windows = 1  # each round reaches twice as far back
+        while (tokens := windows * self.window) < view.length:
+            score = torch.maximum(score, self.follow**windows * pad(score, (tokens, 0))[..., :-tokens])
+            windows *= 2
+        return score
+
     def _prompt_peak(self, view: PromptView) -> Tensor:
         """``[B, G, T]``: a window's highest attention at its last token, 0 at its others, so that a window's sum is its peak. Sinks
         are left out."""
-        first = view.real.int().argmax(-1)[:, None] + self.sink
-        inside = torch.arange(view.length, device=view.k.device) >= first  # [B, T]
         asked = view.length if self.prompt_queries is None else min(self.prompt_queries, view.length)
         rows = torch.arange(view.length - asked, view.length, device=view.k.device)
-        weights = view.attention(rows) * inside[:, None, None, None]
+        weights = view.attention(rows) * self._inside(view)[:, None, None, None]
         units = pad(weights, (-view.length % self.window, 0)).unflatten(-1, (-1, self.window)).sum(-1).amax((2, 3))  # [B, H, U]
         spread = torch.zeros(*units.shape, self.window, device=units.device)
         spread[..., -1] = units
