@@ -31,4 +31,4 @@ class QEvictPlus(Ranked):
     prompt_norm: float = 8.0
     query_half_life: float | None = 8.0
     prompt_weight: float | None = 16.0
-    follow: float = 0.35
+    follow: float = 0.5
