@@ -24,7 +24,7 @@ def main() -> None:
     import hydra
     from hydra.errors import HydraException
 
-    from evals.cli import task
+    from evals.cli import one_line, task
 
     arguments = sys.argv[1:]
     options = {a for a in arguments if a.startswith("-")}
@@ -37,8 +37,7 @@ def main() -> None:
             with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
                 hydra.compose("config", overrides=arguments)
         except HydraException as error:
-            text = " ".join(str(error).split("Config search path")[0].split())
-            sys.exit(f"error: {text}")
+            sys.exit(f"error: {one_line(error)}")
 
     hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")(task)()
 

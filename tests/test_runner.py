@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 from hydra.utils import instantiate
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -20,6 +21,7 @@ from conftest import calibrate
 from evals.cli import EXPECTED, one_line
 from evals.metrics import summarize
 from evals.records import RunDir, RunError, digest, readable, write_json
+from evals.report import show
 from evals.runner import run
 from qevict.hf.cache import geometry_of
 from qevict.hf.loading import load_model, load_tokenizer
@@ -286,6 +288,9 @@ BAD = {
     "task.n=1.5": ["n=1.5", "whole number"],
     "model.path=null": ["model.path=None", "text"],
     "logger.name=foo": ["foo", "wandb"],
+    "method.nothing=1": ["there is no field method.nothing:", "--cfg job"],
+    "tsk=ruler": ["there is no field tsk:", "--cfg job"],
+    "method=nothing": ["nothing", "qevict_plus"],
     "+method.nothing=1": ["QEvict has no field nothing"],
     "budget=0.0001": ["smallest workable", "budget>="],
     "task.length=4096": ["2048 positions", "task.length"],
@@ -319,7 +324,7 @@ def test_bad_input_is_one_sentence_that_names_the_way_out(folder, tmp_path, over
     for word, place in places.items():
         given = given.replace(word, str(place))
     base = [b for b in (f"results_dir={tmp_path / 'out'}", *on(folder)) if b.split("=")[0] != given.split("=")[0]]
-    with pytest.raises(EXPECTED) as error:
+    with pytest.raises((HydraException, *EXPECTED)) as error:
         run(config_of(*base, given), announce=lambda text: None)
     said = one_line(error.value)
     assert "\n" not in said
@@ -390,3 +395,13 @@ def test_names_and_digests(tmp_path):
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 1, "b": 3})
     write_json(tmp_path / "x.json", {"a": 1})
     assert json.loads((tmp_path / "x.json").read_text()) == {"a": 1} and len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_printed_table_has_the_divergence_where_there_is_one(capsys):
+    (file,) = (ROOT / "results/fidelity-2k/runs").glob("qevict-smollm2-135m-fidelity-0.05-*/metrics.json")
+    row = json.loads(file.read_text())
+    show([row, {k: v for k, v in row.items() if k != "kl"}])
+    said = capsys.readouterr().out
+    assert " KL " in said and f" {row['kl']:.4f} " in said
+    show([{k: v for k, v in row.items() if k != "kl"}])
+    assert " KL " not in capsys.readouterr().out

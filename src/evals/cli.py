@@ -7,7 +7,7 @@ import signal
 import sys
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import InstantiationException
+from hydra.errors import HydraException, InstantiationException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
@@ -18,7 +18,9 @@ def one_line(error: Exception) -> str:
     """The sentence of an error. Hydra wraps what a constructor raised: the cause is what the user can mend."""
     if isinstance(error, InstantiationException) and error.__cause__ is not None:
         error = error.__cause__
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split("Config search path")[0].split())
+    if isinstance(error, HydraException) and (typo := re.search(r"Could not override '([^']+)'", text)):
+        return f"there is no field {typo[1]}: python run.py --cfg job, with your method= and task=, lists all fields"
     if isinstance(error, TypeError) and (
         unknown := re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", text)
     ):

@@ -29,8 +29,9 @@ def _number(value: float | None, form: str) -> str:
 def show(rows: Sequence[dict], title: str | None = None) -> None:
     """Print one line per run: scores with standard error, measured bytes and times."""
     tasks = sorted({t for r in rows for t in r["per_task"]})
+    divergence = ["KL"] * any("kl" in r for r in rows)  # of tasks on forced tokens, whose score is the share of same top tokens
     table = Table(title=title)
-    for name in ("method", "budget", *tasks, "mean", "n", "failed", "kv ratio", "KV MiB", "TTFT ms", "TPOT ms"):
+    for name in ("method", "budget", *tasks, "mean", *divergence, "n", "failed", "kv ratio", "KV MiB", "TTFT ms", "TPOT ms"):
         table.add_column(name, justify="left" if name == "method" else "right")
     for r in rows:
         cells = [r["per_task"].get(t, {}) for t in tasks]
@@ -39,6 +40,7 @@ def show(rows: Sequence[dict], title: str | None = None) -> None:
             r["budget_asked"] + (" grow" if r["decode"] == "grow" else ""),
             *(_score(c.get("score"), c.get("stderr")) for c in cells),
             _score(r["score"], r["stderr"]),
+            *(_number(r.get("kl"), ".4f") for _ in divergence),
             str(r["n"]),
             str(r["n_failed"]),
             _number(r["kv_ratio_peak"], ".3f"),

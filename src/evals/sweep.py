@@ -246,7 +246,7 @@ def main(arguments: Sequence[str], task) -> int:
             overrides = ["progress=false", *overrides]
         experiment = load(switches["experiment"], switches["scale"], overrides)
     except (HydraException, *EXPECTED) as error:
-        print(f"error: {' '.join(str(error).split('Config search path')[0].split())}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 1
     folder = root / experiment.sweep
     if switches["prefetch"] == "true":
