@@ -1,4 +1,4 @@
-"""Compare two runs on the samples that both have: mean difference (second minus first) with a 95 % bootstrap interval.
+"""Compare two runs on the samples that both have: mean difference (second minus first) and ratio, with 95 % bootstrap intervals.
 
 python scripts/paired.py results/runs/snapkv-... results/runs/qevict-... [--value kl]
 """

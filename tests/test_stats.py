@@ -42,6 +42,10 @@ def test_paired_difference_uses_common_samples_and_task_means():
     assert (out["n"], out["only_a"], out["only_b"]) == (4, 1, 2)
     assert out["a"] == (0.5 + 2) / 2 and out["b"] == (1.5 + 2) / 2 and out["difference"] == 0.5
     assert out["interval"] == (0.5, 0.5), "every pair differs alike: no noise, however much the samples differ"
+    assert out["ratio"] is None and out["ratio_interval"] is None, "there is none over 0"
+    halved = {t: {i: (v + 1) / 2 for i, v in x.items()} for t, x in a.items()}
+    out = paired({t: {i: v + 1 for i, v in x.items()} for t, x in a.items()}, halved)
+    assert out["ratio"] == pytest.approx(0.5) and out["ratio_interval"] == pytest.approx((0.5, 0.5)), "the same items in both"
     with pytest.raises(ValueError, match="no sample in common"):
         paired({"x": {"1": 0.0}}, {"y": {"1": 0.0}})
 

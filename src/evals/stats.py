@@ -26,10 +26,14 @@ def _drawn(groups: Mapping[str, Sequence[float]] | Sequence[float]) -> np.ndarra
     return _means(parts, np.random.default_rng(SEED))
 
 
+def _inner(drawn: np.ndarray) -> tuple[float, float]:
+    return tuple(np.quantile(drawn, ((1 - LEVEL) / 2, (1 + LEVEL) / 2)).tolist())
+
+
 def interval(groups: Mapping[str, Sequence[float]] | Sequence[float]) -> tuple[float, float] | None:
     """95 % interval of the mean (of the task means, if values are given by task); None below two values in a task."""
     means = _drawn(groups)
-    return None if means is None else tuple(np.quantile(means, ((1 - LEVEL) / 2, (1 + LEVEL) / 2)).tolist())
+    return None if means is None else _inner(means)
 
 
 def stderr(groups: Mapping[str, Sequence[float]] | Sequence[float]) -> float | None:
@@ -46,7 +50,8 @@ def paired(a: Mapping[str, Mapping[str, float]], b: Mapping[str, Mapping[str, fl
 
     Returns:
         ``n`` items compared, ``only_a`` and ``only_b`` left out, ``a`` and ``b`` (means of task means), ``difference`` and its
-        95 % ``interval`` (None below two items in a task).
+        95 % ``interval``, ``ratio`` ``b / a`` and its ``ratio_interval`` (intervals None below two items in a task; of values that
+        are not all positive there is no ratio).
 
     Raises:
         ValueError: the runs have no item in common.
@@ -56,13 +61,19 @@ def paired(a: Mapping[str, Mapping[str, float]], b: Mapping[str, Mapping[str, fl
     if not common:
         raise ValueError("the two runs have no sample in common: compare runs of the same task, length, n, seed, preset and shots")
     count = sum(len(ids) for ids in common.values())
-    deltas = {t: [b[t][i] - a[t][i] for i in ids] for t, ids in common.items()}
+    first, second = ({t: [x[t][i] for i in ids] for t, ids in common.items()} for x in (a, b))
+    deltas = {t: np.subtract(second[t], first[t]) for t in common}
+    mean_a, mean_b = (float(np.mean([np.mean(v) for v in x.values()])) for x in (first, second))
+    positive = min(min(v) for x in (first, second) for v in x.values()) > 0
+    drawn = (_drawn(first), _drawn(second)) if positive else (None, None)  # the same items in both, by the same seed
     return {
         "n": count,
         "only_a": sum(len(v) for v in a.values()) - count,
         "only_b": sum(len(v) for v in b.values()) - count,
-        "a": float(np.mean([np.mean([a[t][i] for i in ids]) for t, ids in common.items()])),
-        "b": float(np.mean([np.mean([b[t][i] for i in ids]) for t, ids in common.items()])),
+        "a": mean_a,
+        "b": mean_b,
         "difference": float(np.mean([np.mean(d) for d in deltas.values()])),
         "interval": interval(deltas),
+        "ratio": mean_b / mean_a if positive else None,
+        "ratio_interval": None if drawn[0] is None else _inner(drawn[1] / drawn[0]),
     }
