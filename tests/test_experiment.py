@@ -12,7 +12,7 @@ import evals.experiment as experiment_module
 from evals.cli import task
 from evals.experiment import CONF, Cell, _cells, load, names
 from evals.lookup import key, read_rows, records
-from evals.sweep import launch, main, speed, split
+from evals.sweep import launch, main, show_plan, speed, split
 from test_runner import ROOT, SMALL, command, config_of, folder  # noqa: F401 - folder is a fixture
 
 SWEEP = ["experiment=table2", "experiment.methods=[fullkv,qevict]", "experiment.budgets=[0.4]", "~experiment.scales.cpu.axes"]
@@ -186,3 +186,17 @@ def test_joblib_runs_cells_side_by_side(folder, tmp_path):  # noqa: F811
     done = subprocess.run(command("-m", *of_tiny(folder, tmp_path, "launch=joblib")), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "2 of 2 cells done" in done.stdout
+
+
+def test_a_model_that_cannot_be_read_is_asked_for_once(monkeypatch, tmp_path, capsys):
+    """A hub without a network answers after half a minute; an experiment has one model for many cells."""
+    asked = []
+
+    def load_config(path, revision):
+        asked.append(path)
+        raise ValueError("no such model")
+
+    monkeypatch.setattr("qevict.hf.loading.load_config", load_config)
+    experiment = load("table13", overrides=["model.path=/not/there/at-all", f"results_dir={tmp_path}"])
+    show_plan(experiment, tmp_path)
+    assert asked == ["/not/there/at-all"] and capsys.readouterr().out.count("no such model") == len(experiment.cells) > 1

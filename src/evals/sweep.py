@@ -59,10 +59,32 @@ def _fingerprint(task: str) -> dict[str, str]:
 
 
 @functools.cache
-def _model_sha(path: str, revision: str | None) -> str | None:
-    from qevict.hf.loading import load_config, resolve  # late: transformers takes seconds
+def _config_or_error(path: str, revision: str | None):
+    from qevict.hf.loading import load_config  # late: transformers takes seconds
 
-    load_config(path, revision)
+    try:
+        return load_config(path, revision)
+    except ValueError as error:
+        return error
+
+
+def _config(path: str, revision: str | None):
+    """The model's configuration. A hub that cannot be reached is asked once, not for every cell: that takes half a minute.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    config = _config_or_error(path, revision)
+    if isinstance(config, ValueError):
+        raise config
+    return config
+
+
+@functools.cache
+def _model_sha(path: str, revision: str | None) -> str | None:
+    from qevict.hf.loading import resolve
+
+    _config(path, revision)
     return resolve(path, revision)[1].sha
 
 
@@ -100,10 +122,10 @@ def _tokens(task: str, path: str, revision: str | None) -> tuple[int, int, int]:
     """Samples, prompt tokens and, at most, new tokens of a task."""
     from transformers.utils import logging as transformers_logging
 
-    from qevict.hf.loading import load_config, load_tokenizer
+    from qevict.hf.loading import load_tokenizer
 
     transformers_logging.set_verbosity_error()  # of texts longer than the model, which tasks cut themselves
-    positions = load_config(path, revision).get_text_config().max_position_embeddings
+    positions = _config(path, revision).get_text_config().max_position_embeddings
     items = instantiate(OmegaConf.create(task)).items(load_tokenizer(path, revision), positions)
     return len(items), sum(i.prompt for i in items), sum(i.total - i.prompt for i in items)
 
