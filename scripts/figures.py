@@ -12,7 +12,7 @@ from pathlib import Path
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("experiments", nargs="*", help="none: all")
+    parser.add_argument("experiments", nargs="*", help="none: all; FIELD=VALUE: what they were run with")
     parser.add_argument("--scale", default="cpu", help="cpu (default) or paper")
     parser.add_argument("--out", type=Path, default=Path("results/figures"))
     o = parser.parse_args()
@@ -20,8 +20,11 @@ def main() -> int:
     from evals.page import each
 
     def draw(experiment):
-        for path in figures(experiment, o.out):
+        drawn = figures(experiment, o.out)
+        for path in drawn:
             print(f"figure: {path}")
+        if not drawn and experiment.figure:
+            print(f"{experiment.sweep}: no records yet, make them with `{experiment.command}`")
 
     return each(o.experiments, o.scale, draw)
 

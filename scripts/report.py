@@ -30,6 +30,8 @@ def main() -> int:
     from evals.tables import grids
 
     parts, chosen = [], o.experiments or names()
+    if unknown := [name for name in chosen if name not in names()]:
+        parser.error(f"there is no experiment {unknown[0]}: choose from {', '.join(names())}")
 
     def make(experiment):
         made = grids(experiment)
@@ -44,7 +46,7 @@ def main() -> int:
             drawn = [file.with_suffix(".png") for file in there if file.is_file()]
         parts.append((experiment, made, drawn))
 
-    status = each(list(dict.fromkeys([*names(), *chosen])), o.scale, make)
+    status = each(names(), o.scale, make)
     o.out.mkdir(parents=True, exist_ok=True)
     target = o.out / ("report.html" if o.scale == "cpu" else f"report-{o.scale}.html")
     target.write_text(page(parts), "utf-8")

@@ -1,6 +1,6 @@
 """Rebuild tables from raw samples, as Markdown, LaTeX and CSV.
 
-python scripts/tables.py [experiment ...] [--scale paper] [--out results/tables]
+python scripts/tables.py [experiment ...] [FIELD=VALUE ...] [--scale paper] [--out results/tables]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("experiments", nargs="*", help="none: all")
+    parser.add_argument("experiments", nargs="*", help="none: all; FIELD=VALUE: what they were run with")
     parser.add_argument("--scale", default="cpu", help="cpu (default) or paper")
     parser.add_argument("--out", type=Path, default=Path("results/tables"))
     o = parser.parse_args()

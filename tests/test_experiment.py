@@ -2,17 +2,20 @@
 
 import itertools
 import json
+import shlex
 import shutil
 import subprocess
+import sys
 
 import pytest
+from filelock import FileLock
 from omegaconf import OmegaConf
 
 import evals.experiment as experiment_module
 from evals.cli import task
 from evals.experiment import CONF, Cell, _cells, load, names
-from evals.lookup import key, read_rows, records
-from evals.sweep import launch, main, show_plan, speed, split
+from evals.lookup import Record, key, read_rows, records
+from evals.sweep import launch, main, show_plan, speed, split, state
 from test_runner import ROOT, SMALL, command, config_of, folder  # noqa: F401 - folder is a fixture
 
 SWEEP = ["experiment=table2", "experiment.methods=[fullkv,qevict]", "experiment.budgets=[0.4]", "~experiment.scales.cpu.axes"]
@@ -119,6 +122,11 @@ def test_samples_that_failed_or_come_from_other_data_are_done_again(folder, tmp_
     assert main(arguments, task) == 0
     assert "1 cells, 1 to do" in capsys.readouterr().out
     assert len(read_rows(samples)) == 2 and all(r["status"] == "ok" for r in read_rows(samples))
+    samples.write_text("\n".join(map(json.dumps, read_rows(samples)))[:-20])  # a line that can no longer be read
+    assert main([*arguments, "plan=true"], task) == 0
+    assert "damaged: 1 of 2 samples can be read" in capsys.readouterr().out
+    assert main(arguments, task) == 0
+    assert "1 cells, 1 to do" in capsys.readouterr().out and len(read_rows(samples)) == 2
     card = json.loads(metrics.read_text())
     card["card"]["haystack"] = "0" * 64
     metrics.write_text(json.dumps(card))
@@ -156,6 +164,15 @@ def test_missing_data_is_told_before_anything_is_submitted(folder, tmp_path, cap
         (["experiment=table2", "scale=huge"], ["scale=huge", "cpu and paper"]),
         (["experiment=table2", "plan=yes"], ["plan=yes", "true or false"]),
         (["experiment=table2", "task.nope=1"], ["nope"]),
+        (["experiment=table2,table3"], ["experiment=table2,table3", "name one"]),
+        (["experiment=table2", "experiment.methods=[]"], ["experiment.methods=[]", "at least one"]),
+        (["experiment=table2", "experiment.methods=qevict"], ["experiment.methods=qevict", "'experiment.methods=[qevict]'"]),
+        (["experiment=table2", "experiment.budgets=[abc]"], ["budget='abc'", "a number"]),
+        (["experiment=table2", "experiment.budgets=[0]"], ["budget=0", "(0, 1]"]),
+        (["experiment=table2", "experiment.methods=[qevict]", "method.window=0"], ["window=0 is below 1"]),
+        (["experiment=table2", "results_dir=/a=b/c"], ["mismatched input '='", "quoted twice"]),
+        (["experiment=table11", "method.window=7"], ["method.window=7 would make 'Omega 4' and 'Omega 8' of window the same"]),
+        (["experiment=plus_ablation", "method.window=8"], ["method.window=8 would make 'qevict_plus' and 'window 8' of methods"]),
         (["experiment=table2", "launch=nope"], ["launch/nope", "slurm"]),
     ],
 )
@@ -200,3 +217,29 @@ def test_a_model_that_cannot_be_read_is_asked_for_once(monkeypatch, tmp_path, ca
     experiment = load("table13", overrides=["model.path=/not/there/at-all", f"results_dir={tmp_path}"])
     show_plan(experiment, tmp_path)
     assert asked == ["/not/there/at-all"] and capsys.readouterr().out.count("no such model") == len(experiment.cells) > 1
+
+
+def test_a_run_that_was_killed_is_not_called_running(folder, tmp_path):  # noqa: F811
+    arguments = of_tiny(folder, tmp_path, "experiment.methods=[qevict]")
+    assert main(arguments, task) == 0
+    (run_dir,) = tmp_path.glob("runs/*")
+    (record,) = [r for same in records([str(tmp_path / "runs")]).values() for r in same]
+    (run_dir / "status.json").write_text(json.dumps({"state": "running", "done": 1, "total": 2, "error": None}))
+    cell = Cell("x", {}, None)
+    for f in (run_dir, tmp_path):
+        (f / ".lock").unlink(missing_ok=True)
+    fresh = Record(record.path, record.key)
+    assert state(cell, fresh, tmp_path) == ("interrupted", "2 of 2 samples") and not (run_dir / ".lock").exists()
+    with FileLock(run_dir / ".lock"):
+        assert state(cell, Record(record.path, record.key), tmp_path)[0] == "running"
+    assert state(cell, Record(record.path, record.key), tmp_path)[0] == "interrupted"
+
+
+def test_tables_are_made_of_what_a_sweep_was_run_with(folder, tmp_path, capsys):  # noqa: F811
+    arguments = of_tiny(folder, tmp_path, "experiment.methods=[qevict]")
+    assert main(arguments, task) == 0
+    (last,) = [line for line in capsys.readouterr().out.splitlines() if "cells done; " in line]
+    command = shlex.split(last.partition("; ")[2])
+    assert command[:3] == ["python", "scripts/tables.py", "table2"]
+    made = subprocess.run([sys.executable, *command[1:], "--out", str(tmp_path / "t")], cwd=ROOT, capture_output=True, text=True)
+    assert made.returncode == 0 and "| qevict | 40 % |" in made.stdout, made.stdout + made.stderr

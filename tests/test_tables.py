@@ -96,8 +96,11 @@ def test_partial_and_failed_samples_are_said(tmp_path):
     lines = (failed / "samples.jsonl").read_text().splitlines()
     bad = json.loads(lines[0]) | {"status": "failed", "score": None, "id": "vt-9"}
     (failed / "samples.jsonl").write_text("\n".join([*lines, json.dumps(bad), "{half a li"]))
+    write_run(experiment.cells[3], {"niah_single_1": [0, 0], "vt": [1, 1]})
     at = places(grids(experiment)[0])
     assert at["qevict"]["n"].plain() == "2 of 8" and not at["qevict"]["vt"].best
+    assert at["qevict"]["vt"].value == 100 and at["qevict"]["mean"].value is None, "of one of two tasks"
+    assert at["defensivekv"]["mean"].value == 50
     assert at["snapkv"]["n"].plain() == "2 of 2, 1 failed" and at["snapkv"]["vt"].value == 50
 
 

@@ -7,7 +7,7 @@ import signal
 import sys
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, InstantiationException
+from hydra.errors import HydraException, InstantiationException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
@@ -21,6 +21,8 @@ def one_line(error: Exception) -> str:
     text = " ".join(str(error).split("Config search path")[0].split())
     if isinstance(error, HydraException) and (typo := re.search(r"Could not override '([^']+)'", text)):
         return f"there is no field {typo[1]}: python run.py --cfg job, with your method= and task=, lists all fields"
+    if isinstance(error, OverrideParseException):
+        return f"{text}; values with special characters are quoted twice, as in 'results_dir=\"/a=b c\"'"
     if isinstance(error, TypeError) and (
         unknown := re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", text)
     ):

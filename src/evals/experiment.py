@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from evals.lookup import Record, key, records
 from evals.records import digest, readable
+from qevict.budget import Budget
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
@@ -95,6 +96,9 @@ def load(name: str, scale: str = "cpu", overrides: Sequence[str] = ()) -> Experi
         spec = OmegaConf.to_container(compose("config", overrides=[f"experiment={name}", *rest]).experiment, resolve=True)
         for override in asked:
             spec["methods"] = _chosen(spec["methods"], OmegaConf.create(override.partition("=")[2]), name)
+        for field in ("methods", "budgets"):
+            if not isinstance(spec[field], list | dict):
+                raise ValueError(f"experiment.{field}={spec[field]} is no list: write 'experiment.{field}=[{spec[field]}]'")
         if scale not in spec["scales"]:
             raise ValueError(f"scale={scale}: experiment={name} has {' and '.join(spec['scales'])}")
         special = spec["scales"][scale]
@@ -136,8 +140,29 @@ def _composed(*overrides: str) -> dict:
     return OmegaConf.to_container(compose("config", overrides=list(overrides)), resolve=True)
 
 
+def _check(spec: dict, methods: dict[str, list[str]], theirs: Sequence[str]) -> None:
+    """What would make an experiment of nothing, or rows that are not what their labels say."""
+    if not methods or not spec["budgets"]:
+        raise ValueError(f"experiment.{'budgets' if methods else 'methods'}=[]: name at least one")
+    for budget in spec["budgets"]:
+        Budget(fraction=budget)
+    changed = {_name(o): o for o in theirs}
+    for axis, labels in {"methods": methods, **spec["axes"]}.items():
+        left: dict[tuple[str, ...], str] = {}
+        for label, overrides in labels.items():
+            own = tuple(o for o in overrides if _name(o) not in changed)
+            if own in left and (lost := [changed[_name(o)] for o in overrides if _name(o) in changed]):
+                raise ValueError(f"{lost[0]} would make {left[own]!r} and {label!r} of {axis} the same: leave it out")
+            left[own] = label
+
+
+def _name(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
+
+
 def _cells(spec: dict, theirs: list[str], sweep: str) -> Iterator[Cell]:
     methods = spec["methods"] if isinstance(spec["methods"], dict) else {m: [f"method={m}"] for m in spec["methods"]}
+    _check(spec, methods, theirs)
     axes = {name: list(values.items()) for name, values in spec["axes"].items()}
     for label, method in methods.items():
         policy = instantiate(_composed(*method)["method"])
@@ -146,6 +171,7 @@ def _cells(spec: dict, theirs: list[str], sweep: str) -> Iterator[Cell]:
             for chosen in itertools.product(*axes.values()):
                 special = [o for _, overrides in chosen for o in overrides]
                 config = OmegaConf.create(_composed(*method, f"budget={budget}", *spec["overrides"], *special, *theirs))
+                instantiate(config.method)  # a value that it does not take is told before anything runs
                 if config.logger.name == "wandb" and config.logger.group is None:
                     config.logger.group = sweep
                 share = "full" if policy.unlimited else "own" if policy.fixed else f"{100 * config.budget:g} %"

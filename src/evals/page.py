@@ -30,12 +30,16 @@ img { box-sizing: border-box; max-width: 100%; background: #fff; padding: .5rem;
 """
 
 
-def each(experiments: Sequence[str], scale: str, make: Callable[[Experiment], None]) -> int:
-    """Do something with these experiments (all, if none is named); what fails is told in a line, the others go on."""
-    status = 0
-    for name in experiments or names():
+def each(arguments: Sequence[str], scale: str, make: Callable[[Experiment], None]) -> int:
+    """Do something with experiments; what fails is told in a line, the others go on.
+
+    Args:
+        arguments: names (none: all), and ``FIELD=VALUE`` that the experiments were run with.
+    """
+    status, overrides = 0, [a for a in arguments if "=" in a or a.startswith("~")]
+    for name in [a for a in arguments if a not in overrides] or names():
         try:
-            make(load(name, scale))
+            make(load(name, scale, overrides))
         except (HydraException, *EXPECTED) as error:
             print(f"error: {name}: {one_line(error)}", file=sys.stderr)
             status = 1

@@ -119,7 +119,7 @@ class RunDir:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = FileLock(self.path / ".lock")
-            self._lock.acquire(timeout=0)
+            self._lock.acquire(timeout=0.5)  # a plan holds it for a moment to see whether a process does
         except Timeout:
             raise RunError(
                 f"{self.path} is being written by another process: wait for it, then give the same command again"

@@ -14,6 +14,7 @@ MIB = 1024 * 1024
 # have other markers, so that all methods of a table differ.
 COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2")
 STYLES = tuple(zip(COLORS * 3, "os^DvPXhp<*>8d+x1234H", strict=True))
+LINES = [line for line in ("-", "--", ":") for _ in COLORS]  # a colour's second and third line look otherwise
 
 
 def _score(value: float | None, error: float | None) -> str:
@@ -74,9 +75,9 @@ def canvas(panels: int):
 
 def draw_bytes(axis, series: Mapping[str, Sequence[tuple[float, float, float]]], ylabel: str) -> None:
     """A value against persistent bytes: by line, points ``(MiB, value, standard error)``."""
-    for (name, points), (color, marker) in zip(series.items(), STYLES * 9, strict=False):
+    for (name, points), (color, marker), line in zip(series.items(), STYLES * 9, LINES * 9, strict=False):
         x, y, error = zip(*sorted(points), strict=True)
-        axis.errorbar(x, y, error, color=color, marker=marker, markersize=5, capsize=3, label=name, linewidth=1.2)
+        axis.errorbar(x, y, error, color=color, marker=marker, ls=line, markersize=5, capsize=3, label=name, linewidth=1.2)
     axis.set(xscale="log", xlabel="persistent KV bytes per sequence (MiB, peak)", ylabel=ylabel)
     axis.xaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
     axis.xaxis.set_major_formatter("{x:g}")
@@ -87,10 +88,10 @@ def draw_bytes(axis, series: Mapping[str, Sequence[tuple[float, float, float]]],
 def draw_steps(axis, series: Mapping[str, Sequence[tuple[str, float, float]]], ylabel: str) -> None:
     """A value for each of a few settings: by line, points ``(setting, value, standard error)``, settings in the given order."""
     order = list(dict.fromkeys(x for points in series.values() for x, _, _ in points))
-    for (name, points), (color, marker) in zip(series.items(), STYLES * 9, strict=False):
+    for (name, points), (color, marker), line in zip(series.items(), STYLES * 9, LINES * 9, strict=False):
         x, y, error = zip(*points, strict=True)
         places = [order.index(v) for v in x]
-        axis.errorbar(places, y, error, color=color, marker=marker, markersize=5, capsize=3, label=name, linewidth=1.2)
+        axis.errorbar(places, y, error, color=color, marker=marker, ls=line, markersize=5, capsize=3, label=name, linewidth=1.2)
     axis.set_xticks(range(len(order)), order)
     axis.set(ylabel=ylabel)
     axis.margins(x=0.1)

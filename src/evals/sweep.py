@@ -8,6 +8,7 @@ the same command again takes up what is left.
 from __future__ import annotations
 
 import functools
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -103,7 +104,7 @@ def finished(cell: Cell, record: Record | None) -> bool:
 
 
 def state(cell: Cell, record: Record | None, folder: Path) -> tuple[str, str]:
-    """``done``, ``failed``, ``open``, or what the run says of itself; and the error, or how far it has come."""
+    """``done``, ``failed``, ``open``, ``damaged``, or what the run says of itself; and the error, or how far it has come."""
     note = folder / CELLS / f"{cell.name}.error"
     if note.is_file() and (record is None or note.stat().st_mtime >= record.changed):  # not of an attempt before the last one
         return "failed", note.read_text().strip()
@@ -111,7 +112,12 @@ def state(cell: Cell, record: Record | None, folder: Path) -> tuple[str, str]:
         return "open", ""
     if record.done:
         return "done", f"{record.failed} samples failed" if record.failed else ""
-    return record.status["state"], record.status["error"] or f"{record.status['done']} of {record.status['total']} samples"
+    said, far = record.status["state"], f"{len(record.rows)} of {record.status['total']} samples"
+    if said == "done":
+        return "damaged", f"{far} can be read, the same command makes the others again"
+    if said == "running" and not record.writing:
+        return "interrupted", far
+    return said, record.status["error"] or far
 
 
 # -- plan --------------------------------------------------------------------------------------------------------------------
@@ -171,7 +177,8 @@ def show_plan(experiment: Experiment, folder: Path) -> None:
         table.add_row(*cell.labels.values(), text, *counts, "-" if hours is None else f"{hours:.2f}")
     Console(width=None if Console().is_terminal else 200).print(table)
     rest = f"; {unknown} cells without an estimate (no data, or nothing timed with this model yet)" if unknown else ""
-    print(f"{done} of {len(experiment.cells)} cells done, at most {total:.1f} hours left one after the other{rest}")
+    left = f", at most {total:.1f} hours left one after the other" if done + unknown < len(experiment.cells) or not unknown else ""
+    print(f"{done} of {len(experiment.cells)} cells done{left}{rest}")
 
 
 # -- prefetch ----------------------------------------------------------------------------------------------------------------
@@ -230,6 +237,8 @@ def split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[str
             hydras.append(argument)
         elif name not in ("-m", "--multirun"):
             cells.append(argument)
+    if "," in switches["experiment"]:
+        raise ValueError(f"experiment={switches['experiment']}: name one, and give the command again for the others")
     for name in ("plan", "prefetch"):
         if switches[name] not in ("true", "false"):
             raise ValueError(f"{name}={switches[name]}: choose true or false")
@@ -279,10 +288,10 @@ def main(arguments: Sequence[str], task) -> int:
     if switches["plan"] == "true":
         show_plan(experiment, folder)
         return 0
-    return _sweep(experiment, folder, hydras, task)
+    return _sweep(experiment, folder, hydras, overrides, task)
 
 
-def _sweep(experiment: Experiment, folder: Path, hydras: Sequence[str], task) -> int:
+def _sweep(experiment: Experiment, folder: Path, hydras: Sequence[str], overrides: Sequence[str], task) -> int:
     found, todo, problems = experiment.records(), [], {}
     for cell in experiment.cells:
         try:
@@ -302,7 +311,7 @@ def _sweep(experiment: Experiment, folder: Path, hydras: Sequence[str], task) ->
                 print(f"{cell.name}: {detail}, the same command tries them again", file=sys.stderr)
     for name, problem in problems.items():
         print(f"not done: {name}: {problem}", file=sys.stderr)
-    print(
-        f"{len(experiment.cells) - len(problems)} of {len(experiment.cells)} cells done; python scripts/tables.py {experiment.name}"
-    )
+    scale = [] if experiment.scale == "cpu" else ["--scale", experiment.scale]
+    table = shlex.join(["python", "scripts/tables.py", experiment.name, *scale, *overrides])
+    print(f"{len(experiment.cells) - len(problems)} of {len(experiment.cells)} cells done; {table}")
     return 1 if problems else 0

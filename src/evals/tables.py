@@ -227,6 +227,9 @@ def _grid(experiment: Experiment, name: str, title: str, cells: Sequence[Cell], 
     numbers = {c.name: summary(c.config, rows[c.name]) for c in cells if rows.get(c.name)}
     names = experiment.values or columns_of(cells[0].config)
     tasks = sorted({t for n in numbers.values() for t in n["per_task"]}) if "score" in names else []
+    for run, n in numbers.items():  # a mean of some tasks alone would stand beside those of all
+        if not found[run].done and len(n["per_task"]) < len(tasks):
+            n |= {"score": None, "stderr": None}
     labels = [a for a in experiment.axes if a not in experiment.panels]
     several = [a for a in labels if a in ("method", "budget") or len({c.labels[a] for c in cells}) > 1]
 
