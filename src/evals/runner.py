@@ -136,7 +136,8 @@ def run(config: DictConfig, announce=print, stopping=lambda: False) -> dict:
         done = folder.path / "metrics.json"
         before = read_json(done)
         if not todo and before is not None:
-            announce(f"{job.name}: finished before, nothing to do")
+            mirrored = "" if config.logger.name == "none" else f" (logger={config.logger.name} gets what is run, not what is there)"
+            announce(f"{job.name}: finished before, nothing to do{mirrored}")
             extra = before  # what is computed from the samples is computed again: the formulas may be newer than the run
         else:
             extra = _work(job, folder, todo, announce, stopping)
