@@ -223,16 +223,13 @@ def test_a_run_that_was_killed_is_not_called_running(folder, tmp_path):  # noqa:
     arguments = of_tiny(folder, tmp_path, "experiment.methods=[qevict]")
     assert main(arguments, task) == 0
     (run_dir,) = tmp_path.glob("runs/*")
-    (record,) = [r for same in records([str(tmp_path / "runs")]).values() for r in same]
     (run_dir / "status.json").write_text(json.dumps({"state": "running", "done": 1, "total": 2, "error": None}))
-    cell = Cell("x", {}, None)
-    for f in (run_dir, tmp_path):
-        (f / ".lock").unlink(missing_ok=True)
-    fresh = Record(record.path, record.key)
-    assert state(cell, fresh, tmp_path) == ("interrupted", "2 of 2 samples") and not (run_dir / ".lock").exists()
+    (run_dir / ".lock").unlink(missing_ok=True)
+    cell, record = Cell("x", {}, None), Record(run_dir, "")
+    assert state(cell, record, tmp_path) == ("interrupted", "2 of 2 samples") and not (run_dir / ".lock").exists()
     with FileLock(run_dir / ".lock"):
-        assert state(cell, Record(record.path, record.key), tmp_path)[0] == "running"
-    assert state(cell, Record(record.path, record.key), tmp_path)[0] == "interrupted"
+        assert state(cell, record, tmp_path)[0] == "running"
+    assert state(cell, record, tmp_path)[0] == "interrupted"
 
 
 def test_tables_are_made_of_what_a_sweep_was_run_with(folder, tmp_path, capsys):  # noqa: F811

@@ -88,7 +88,7 @@ def load(name: str, scale: str = "cpu", overrides: Sequence[str] = ()) -> Experi
     Raises:
         ValueError, HydraException: there is no such experiment, scale or setting.
     """
-    own = [o for o in overrides if o.lstrip("+~").startswith("experiment.")]
+    own = [o for o in overrides if _name(o).startswith("experiment.")]
     theirs = [o for o in overrides if o not in own]
     asked = [o for o in own if o.startswith("experiment.methods=[")]
     with initialize_config_dir(str(CONF), version_base="1.3"):

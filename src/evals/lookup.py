@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 
-from filelock import FileLock, Timeout
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 
@@ -84,18 +83,6 @@ class Record:
     def done(self) -> bool:
         """Says that it is, and its samples are all there: lines may have been lost since."""
         return self.status["state"] == "done" and len(self.rows) >= (self.status["total"] or 0)
-
-    @property
-    def writing(self) -> bool:
-        """A process has it in hand; one that was killed leaves ``running``, but no lock."""
-        lock = self.path / ".lock"
-        if not lock.exists():
-            return False
-        try:
-            with FileLock(lock).acquire(timeout=0):
-                return False
-        except Timeout:
-            return True
 
     @property
     def failed(self) -> int:

@@ -22,6 +22,7 @@ import torch
 from filelock import FileLock, Timeout
 
 PACKAGES = ("qevict", "torch", "transformers", "tokenizers", "datasets", "hydra-core", "flash-attn")
+LOCK = ".lock"
 
 
 class RunError(RuntimeError):
@@ -107,6 +108,18 @@ def _git_revision() -> str | None:
     return sha + ("+changes" if dirty.stdout.strip() else "")
 
 
+def in_hand(path: Path) -> bool:
+    """Whether a process is writing this run's folder; one that was killed leaves the state ``running``, but no lock."""
+    lock = path / LOCK
+    if not lock.exists():
+        return False
+    try:
+        with FileLock(lock).acquire(timeout=0):
+            return False
+    except Timeout:
+        return True
+
+
 class RunDir:
     """One run's folder, owned by one process at a time.
 
@@ -118,7 +131,7 @@ class RunDir:
         self.path = Path(root) / name
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = FileLock(self.path / ".lock")
+            self._lock = FileLock(self.path / LOCK)
             self._lock.acquire(timeout=0.5)  # a plan holds it for a moment to see whether a process does
         except Timeout:
             raise RunError(

@@ -26,7 +26,7 @@ from rich.table import Table
 from evals.cli import EXPECTED, one_line
 from evals.experiment import CONF, Cell, Experiment, load
 from evals.lookup import Record
-from evals.records import writing
+from evals.records import in_hand, writing
 from evals.runner import run
 
 SWITCHES = {"experiment": None, "scale": "cpu", "plan": "false", "prefetch": "false"}  # ours; the rest are overrides of cells
@@ -115,7 +115,7 @@ def state(cell: Cell, record: Record | None, folder: Path) -> tuple[str, str]:
     said, far = record.status["state"], f"{len(record.rows)} of {record.status['total']} samples"
     if said == "done":
         return "damaged", f"{far} can be read, the same command makes the others again"
-    if said == "running" and not record.writing:
+    if said == "running" and not in_hand(record.path):
         return "interrupted", far
     return said, record.status["error"] or far
 

@@ -134,8 +134,11 @@ class QEvict(Policy):
 
     def prompt_scores(self, view: PromptView) -> dict[str, Tensor]:
         """Attention mass of the prompt's queries, mean over the heads that choose together: S_0 of the paper."""
-        mass = view.mass(self.prompt_queries)
-        return {"score": mass if self.per_head else mass.mean(1, keepdim=True)}
+        return {"score": self.together(view.mass(self.prompt_queries))}
+
+    def together(self, score: Tensor) -> Tensor:
+        """``[B, H, T]`` of single heads as ``[B, G, T]``: mean over those that choose together."""
+        return score if self.per_head else score.mean(1, keepdim=True)
 
     def allocate(self, c: Candidates) -> Tensor:
         """Coded windows of each head: how many of the best it has, beside those in full."""

@@ -88,8 +88,7 @@ class Ranked(QEvict):
         if self.ranker == "key_norm":
             length = view.k.float().norm(dim=-1) * view.real[:, None]
             mean = length.sum(-1, keepdim=True) / view.real.sum(-1)[:, None, None]
-            score = ABOVE_MASS * (mean - length)
-            return {"score": score if self.per_head else score.mean(1, keepdim=True)}
+            return {"score": self.together(ABOVE_MASS * (mean - length))}
         if self.ranker == "peak":
             return super().prompt_scores(view) | {"peak": self._prompt_peak(view)}
         if (self.prompt_norm, self.query_half_life, self.prompt_weight) == (1, None, None):
@@ -97,8 +96,7 @@ class Ranked(QEvict):
         else:
             mean = view.norm(self.prompt_queries, self.prompt_norm, self.query_half_life)
             weight = view.asked(self.prompt_queries)[:, None, None] if self.prompt_weight is None else self.prompt_weight
-            score = mean * weight
-            score = score if self.per_head else score.mean(1, keepdim=True)
+            score = self.together(mean * weight)
         return {"score": self._followed(score, view) if self.follow else score}
 
     def turn_weight(self, queries: int) -> float:
