@@ -128,6 +128,7 @@ class Layout:
 
     ``full`` and ``codes`` are K_f and K_q of the paper; ``protected`` units hold the local region and the tokens that
     arrive until the next routing event, ``interval`` tokens later (0: there is no event). ``local`` tokens are never candidates.
+    ``reckoned`` is how many tokens all this was worked out for.
     """
 
     window: int
@@ -139,6 +140,7 @@ class Layout:
     codes: int
     budget_bytes: int | None
     persistent_bytes: int | None
+    reckoned: int | None = None
 
     @property
     def dense(self) -> int:

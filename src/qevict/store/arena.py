@@ -352,11 +352,13 @@ class Arena:
         rows = [r for r, due in enumerate(self.due) if due is not None and due <= self.seen]
         if not rows:
             return False
+        before = [self.layouts[r] for r in rows]
         self._plan(rows)
         for pool, name in ((self.full, "dense"), (self.coded, "codes")):
             if pool is not None and pool.ragged is None and self._most(name) > pool.slots:
                 self._resize(pool, self._most(name))
-        route(self, rows)
+        # shares are renewed when there is more to share, or would be if the budget grew: pools are copied then
+        route(self, rows, [self.layouts[r] != old for r, old in zip(rows, before, strict=True)])
         if self.coded is not None and self.coded.ragged is None and self._most("codes") < self.coded.slots:
             # the budget went to full slots instead
             moved = self.coded.shrink(self._most("codes"))

@@ -100,6 +100,14 @@ class Pool:
         exists = slot < self.ragged[layers].unsqueeze(-1)
         return (self.first()[layers].unsqueeze(-1) + slot) * exists, exists
 
+    def _layers(self, layer: int | None) -> tuple[slice, Tensor]:
+        """For ragged pools: where the slots of all layers, or of one, lie in the flat records, and which slots of the padded view
+        ``[l, B, H, slots]`` exist."""
+        own = self.ragged if layer is None else self.ragged[layer : layer + 1]
+        start = 0 if layer is None else int(self.ragged[:layer].sum())
+        exists = torch.arange(self.slots, device=self.device) < own.unsqueeze(-1)
+        return slice(start, None if layer is None else start + int(own.sum())), exists
+
     def grid(self, name: str, layer: int | None = None) -> Tensor:
         """A record as ``[L, B, G, slots]``, or of one layer: a view if heads are alike, else a padded copy (write back with
         :meth:`put`)."""
@@ -107,9 +115,9 @@ class Pool:
         if self.ragged is None:
             out = flat.view(self.layers, self.batch, self.groups, self.slots)
             return out if layer is None else out[layer]
-        index, exists = self._padded(0, self.slots, slice(None) if layer is None else slice(layer, layer + 1))
+        where, exists = self._layers(layer)
         fill = ABSENT if name == "unit" else self.records[name][1]
-        out = torch.where(exists, flat[index] if len(flat) else torch.zeros_like(index, dtype=flat.dtype), fill)
+        out = torch.full(exists.shape, fill, dtype=flat.dtype, device=self.device).masked_scatter_(exists, flat[where])
         return out if layer is None else out[0]
 
     def put(self, name: str, grid: Tensor, layer: int | None = None) -> None:
@@ -117,9 +125,8 @@ class Pool:
         if self.ragged is None:
             self.grid(name, layer).copy_(grid)
         else:
-            index, exists = self._padded(0, self.slots, slice(None) if layer is None else slice(layer, layer + 1))
-            grid = grid if layer is None else grid.unsqueeze(0)
-            self.record[name][index[exists]] = grid[exists].to(self.record[name].dtype)
+            where, exists = self._layers(layer)
+            self.record[name][where] = grid.view(exists.shape).masked_select(exists)
 
     def read(self, layer: int, lo: int, hi: int, names: tuple[str, ...]) -> dict[str, Tensor]:
         """Payload of slots ``lo:hi`` of one layer, each ``[B, H, hi-lo, ...]``; a view if heads are alike."""
@@ -190,7 +197,8 @@ class Pool:
         empty[target] = False
         for store in (self.payload, self.record):  # an empty slot holds what the first one held, and is marked as empty
             for name, flat in store.items():
-                store[name] = flat.index_select(0, take) if len(flat) else flat.new_zeros(total, *flat.shape[1:])
+                moved = blank((total, *flat.shape[1:]), flat.dtype, flat.device)
+                store[name] = torch.index_select(flat, 0, take, out=moved) if len(flat) else moved.zero_()
         for name, (_, fill) in self.records.items():
             self.record[name][empty] = fill
 

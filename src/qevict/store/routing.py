@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from qevict.engine.reference import projected_norm
 from qevict.policy import CODED, EVICTED, FULL, Candidates, select
-from qevict.store.pool import EMPTY, Pool, ledger, pair
+from qevict.store.pool import EMPTY, ledger, pair
 
 if TYPE_CHECKING:
     from qevict.store.arena import Arena
@@ -19,8 +20,9 @@ MOVED = 256  # units that move at a time
 Place = tuple[Tensor, Tensor, Tensor, Tensor]  # layer, row, group, slot: equally long index tensors
 
 
-def route(arena: Arena, rows: list[int]) -> None:
-    """Rank the candidates of the sequences ``rows`` and carry the result out in place."""
+def route(arena: Arena, rows: list[int], anew: list[bool]) -> None:
+    """Rank the candidates of the sequences ``rows`` and carry the result out in place. Where ``anew``, heads that share slots get
+    new shares."""
     policy, index = arena.policy, torch.tensor(rows, device=arena.device)
 
     def collected(name: str) -> Tensor | None:
@@ -40,8 +42,7 @@ def route(arena: Arena, rows: list[int]) -> None:
     weight = _norms(arena, index) if policy.weighs_values == "at_event" else collected("weight")
     room = (arena.limits(rows, name) for name in (policy.shared, "full", "codes"))
     c = policy.refresh(Candidates(unit, candidate, score, collected("peak"), weight, *room))
-    if policy.shares:
-        c = policy.share(c)
+    c, slots = _share(arena, c, index, anew) if policy.shares else (c, None)
     tier = select(policy.rank(c), unit, candidate, coded, c.full, c.codes, policy.promotion)
     drop, demote, promote = (candidate & (tier == t) for t in (EVICTED, CODED, FULL))
     if arena.coded is None:
@@ -50,18 +51,27 @@ def route(arena: Arena, rows: list[int]) -> None:
         part[drop] = EMPTY
         grid[:, index] = part
         arena.full.put("unit", grid)
-        if policy.shares:
-            arena.full.repartition(_shares(arena.full, index, c.full + arena.limits(rows, "protected")))
+        if slots is not None:
+            arena.full.repartition(slots)
     else:
-        slots = _shares(arena.coded, index, c.codes) if policy.shares else None
         _move(arena, index, drop, demote[..., :n], promote[..., n:], slots)
 
 
-def _shares(pool: Pool, rows: Tensor, units: Tensor) -> Tensor:
-    """``[L, B, H]`` slots of every head; ``units [L, rows, H, 1]`` are new."""
+def _share(arena: Arena, c: Candidates, rows: Tensor, anew: list[bool]) -> tuple[Candidates, Tensor | None]:
+    """With the units that heads may keep: what they have, or in sequences ``anew`` what the method allocates; and ``[L, B, H]``
+    slots of every head, None if they keep theirs."""
+    policy = arena.policy
+    pool = arena.coded if policy.shared == "codes" else arena.full
+    own = pool.ragged[:, rows].unsqueeze(-1)
+    if pool is arena.full:
+        own = own - arena.limits(rows.tolist(), "protected")
+    if not any(anew):
+        return replace(c, **{policy.shared: own}), None
+    renewed = torch.tensor(anew, device=arena.device).view(1, -1, 1, 1)
+    units = torch.where(renewed, getattr(policy.share(c), policy.shared), own)
     slots = pool.ragged.clone()
-    slots[:, rows] = units.squeeze(-1).to(slots.dtype)
-    return slots
+    slots[:, rows] += (units - own).squeeze(-1).to(slots.dtype)
+    return replace(c, **{policy.shared: units}), slots
 
 
 def _norms(arena: Arena, rows: Tensor) -> Tensor:
