@@ -109,6 +109,9 @@ template <int TYPE> inline v16 load16(const void *base, int64_t at) {
 template <int TYPE> inline float load1(const void *base, int64_t at) {
   if constexpr (TYPE == F32) return ((const float *)base)[at];
   if constexpr (TYPE == U8) return ((const uint8_t *)base)[at];
+#ifdef __F16C__
+  if constexpr (TYPE == F16) return _cvtsh_ss(((const uint16_t *)base)[at]);
+#endif
   uint32_t bits = ((const uint16_t *)base)[at], sign = (bits & 0x8000) << 16;
   bits = TYPE == BF16 ? bits << 16 : (bits & 0x7fff) << 13;
   float f;
@@ -571,7 +574,7 @@ struct Head : Queries {
     const int64_t full = a.full.ragged ? a.full.ragged[at] : a.full.slots;
     const int64_t coded = !a.k_code ? 0 : a.coded.ragged ? a.coded.ragged[at] : a.coded.slots;
     const int64_t full_at = first_slot(a.full, at), full_id = first_slot(a.full, choice);
-    const int64_t code_at = first_slot(a.coded, at), code_id = first_slot(a.coded, choice);
+    const int64_t code_at = first_slot(a.coded, at), code_id = choice == at ? code_at : first_slot(a.coded, choice);
     const int64_t used = a.sinks + (full + coded) * w, rest = 2 * (D / (a.k_code ? a.value_group : D)) * std::max(PIECE, w);
     span = (used + 15) / 16 * 16;
     logits.resize(group * (span + 4 * D + 1) + rest + 16);
