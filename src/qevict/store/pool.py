@@ -100,7 +100,7 @@ class Pool:
         exists = slot < self.ragged[layers].unsqueeze(-1)
         return (self.first()[layers].unsqueeze(-1) + slot) * exists, exists
 
-    def _layers(self, layer: int | None) -> tuple[slice, Tensor]:
+    def _entries(self, layer: int | None) -> tuple[slice, Tensor]:
         """For ragged pools: where the slots of all layers, or of one, lie in the flat records, and which slots of the padded view
         ``[l, B, H, slots]`` exist."""
         own = self.ragged if layer is None else self.ragged[layer : layer + 1]
@@ -115,7 +115,7 @@ class Pool:
         if self.ragged is None:
             out = flat.view(self.layers, self.batch, self.groups, self.slots)
             return out if layer is None else out[layer]
-        where, exists = self._layers(layer)
+        where, exists = self._entries(layer)
         fill = ABSENT if name == "unit" else self.records[name][1]
         out = torch.full(exists.shape, fill, dtype=flat.dtype, device=self.device).masked_scatter_(exists, flat[where])
         return out if layer is None else out[0]
@@ -125,8 +125,8 @@ class Pool:
         if self.ragged is None:
             self.grid(name, layer).copy_(grid)
         else:
-            where, exists = self._layers(layer)
-            self.record[name][where] = grid.view(exists.shape).masked_select(exists)
+            where, exists = self._entries(layer)
+            self.record[name][where] = grid.reshape(exists.shape).masked_select(exists)
 
     def read(self, layer: int, lo: int, hi: int, names: tuple[str, ...]) -> dict[str, Tensor]:
         """Payload of slots ``lo:hi`` of one layer, each ``[B, H, hi-lo, ...]``; a view if heads are alike."""
