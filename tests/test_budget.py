@@ -10,6 +10,7 @@ import torch
 from baselines.adakv import AdaKV
 from baselines.criticalkv import AdaCriticalKV, CriticalKV
 from baselines.fullkv import FullKV
+from baselines.kivi import KIVI
 from baselines.snapkv import SnapKV
 from baselines.streaming_llm import StreamingLLM
 from conftest import Stream, build, tiny
@@ -187,6 +188,21 @@ def test_long_sequences_renew_shares_only_when_a_growing_budget_grows(name, budg
     for times in renewed:
         assert len(times) >= 2
         assert all(t % 32 < interval for t in times)  # the first event after the budget has grown
+
+
+@pytest.mark.parametrize("lengths", [[400, 40, 17], [17, 40, 400]], ids=str)
+@pytest.mark.parametrize(
+    "policy", [QEvict(), KIVI(group=16, evict=SnapKV()), KIVI(group=16)], ids=["qevict", "kivi-snapkv", "kivi"]
+)
+@pytest.mark.parametrize("share", [True, False])
+def test_the_smallest_budget_that_is_named_is_enough_for_all_sequences(lengths, policy, share):
+    """Short ones need the larger share, long ones the more bytes."""
+    model, budget = tiny("llama"), Budget(0.001) if share else Budget(nbytes=100)
+    with pytest.raises(BudgetError) as refused:
+        Stream(model, TierCache(model, policy, budget, torch.float16), lengths).feed(400)
+    named = re.search(r"budget>=([0-9.]+)|budget=1", str(refused.value))[1] or 1
+    enough = Budget(float(named)) if share else Budget(nbytes=int(refused.value.least))
+    Stream(model, TierCache(model, policy, enough, torch.float16), lengths).feed(400)
 
 
 @pytest.mark.parametrize("fraction", [0.3, 0.5, 0.9])

@@ -273,8 +273,8 @@ def test_unit_bytes_equal_the_closed_form_and_the_tensors(meta, key_bits, value_
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"key_bits": 5}, r"key_bits=5: choose one of \[2, 3, 4, 8\]"),
-        ({"value_bits": 1}, r"value_bits=1: choose one of \[2, 3, 4, 8\]"),
+        ({"key_bits": 5}, "key_bits=5: choose one of 2, 3, 4, 8"),
+        ({"value_bits": 1}, "value_bits=1: choose one of 2, 3, 4, 8"),
         ({"head_dim": 66}, "multiple of 4, got 66"),
         ({"head_dim": 20, "value_bits": 3}, "value_bits=3 needs a head dimension that is a multiple of 8, got 20"),
         ({"meta": "int4"}, "meta=int4: choose one of .*bfloat16.*float16.*float32.*uint8"),

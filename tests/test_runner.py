@@ -22,7 +22,8 @@ from evals.cli import EXPECTED, one_line
 from evals.metrics import summarize
 from evals.records import RunDir, RunError, digest, readable, write_json
 from evals.report import show
-from evals.runner import run
+from evals.runner import plan, run
+from qevict.budget import BudgetError
 from qevict.hf.cache import geometry_of
 from qevict.hf.loading import load_model, load_tokenizer
 
@@ -303,7 +304,7 @@ BAD = {
     "cache.dtype=int8": ["int8", "float16"],
     "cache.basis=later": ["later", "current"],
     "backend.name=magic": ["magic", "reference"],
-    "method.key_bits=5": ["key_bits=5", "[2, 3, 4, 8]"],
+    "method.key_bits=5": ["key_bits=5", "2, 3, 4, 8 for method.key_bits"],
 }
 
 
@@ -330,6 +331,14 @@ def test_bad_input_is_one_sentence_that_names_the_way_out(folder, tmp_path, over
     assert "\n" not in said
     for word in BAD[override]:
         assert word in said
+
+
+def test_the_budget_that_a_refusal_names_is_enough_for_all_prompts(folder, tmp_path):
+    base = [f"results_dir={tmp_path}", *on(folder)]
+    with pytest.raises(BudgetError) as refused:
+        plan(config_of(*base, "budget=0.0001"))
+    assert f"budget>={refused.value.least:g}" in str(refused.value)
+    plan(config_of(*base, f"budget={refused.value.least}"))
 
 
 @pytest.mark.parametrize(

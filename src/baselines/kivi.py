@@ -83,7 +83,7 @@ class KIVI(Quantizer):
     def __post_init__(self):
         super().__post_init__()
         if self.bits not in PLANES:
-            raise ValueError(f"method.bits={self.bits}: choose one of {sorted(PLANES)}")
+            raise ValueError(f"method.bits={self.bits}: choose one of {', '.join(map(str, sorted(PLANES)))}")
         if self.meta not in ("float16", "bfloat16", "float32"):
             raise ValueError(f"method.meta={self.meta}: choose float16, bfloat16 or float32")
         if self.group < 1:

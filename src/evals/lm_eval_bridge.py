@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -30,6 +31,7 @@ from evals.decode import Stop, eos_ids, generate
 from evals.records import RunDir, RunError, read_json, write_json
 from evals.runner import Plan, open_session, plan
 from evals.sample import Prompt, Rules, Sample, render
+from qevict.budget import all_of
 from qevict.fields import check_fields
 
 try:
@@ -231,9 +233,9 @@ class Bridge(LM):
                     f"{positions} positions: lower --num-fewshot or max_gen_toks, or use a model with a longer context"
                 )
         cache = self.session.new_cache(self.session.budget)
-        for prompt, limit in sorted({(len(request.prompt), request.limit) for request in asked}):
-            for seen in (prompt, prompt + limit):
-                cache.policy.layout(cache.geometry, self._budget(limit), prompt, seen)
+        lengths = {(len(r.prompt), r.limit, seen) for r in asked for seen in (len(r.prompt), len(r.prompt) + r.limit)}
+        layout = cache.policy.layout
+        all_of(partial(layout, cache.geometry, self._budget(limit), prompt, seen) for prompt, limit, seen in lengths)
 
     def answer(self, request: Request) -> dict:
         """The record of one request."""

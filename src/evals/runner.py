@@ -18,7 +18,7 @@ from evals.benchmark import Item, Session, Task
 from evals.loggers import make_logger
 from evals.meters import meter_name
 from evals.records import RunDir, RunError, digest, environment, read_json, readable, write_json
-from qevict.budget import Budget
+from qevict.budget import Budget, Layout, all_of
 from qevict.fields import check_mapping
 from qevict.hf.cache import BACKENDS, DTYPES, TierCache, geometry_of
 from qevict.hf.loading import load_config, load_model, load_tokenizer, resolve
@@ -83,10 +83,13 @@ def plan(config: DictConfig) -> Plan:
     policy.codec(geometry)
     tokenizer = _tokenizer(model.path, model.revision)
     items = task.items(tokenizer, hub_config.get_text_config().max_position_embeddings)
-    for item in {i.prompt: i for i in sorted(items, key=lambda i: -i.total)}.values():
-        whole = dataclasses.replace(budget, max_new_tokens=item.total - item.prompt)
-        for seen in (item.prompt, item.total):  # what only outgrows its budget later is refused now
-            policy.layout(geometry, whole, item.prompt, seen)
+
+    def layout(prompt: int, total: int, seen: int) -> Layout:
+        return policy.layout(geometry, dataclasses.replace(budget, max_new_tokens=total - prompt), prompt, seen)
+
+    # what only outgrows its budget later is refused now
+    lengths = {(i.prompt, i.total, seen) for i in items for seen in (i.prompt, i.total)}
+    all_of(functools.partial(layout, *each) for each in lengths)
     method = OmegaConf.to_container(config.method, resolve=True)
     _, source = resolve(model.path, model.revision)
     if source.kind == "hub":

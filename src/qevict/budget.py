@@ -6,14 +6,17 @@ rotary frequencies and spare capacity. Temporary workspace is not (it is measure
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import gcd
+from typing import TypeVar
 
 import torch
 
 from qevict.fields import check
 from qevict.store.codec import WindowCodec
 
+T = TypeVar("T")
 BASES = ("current", "prompt", "total")
 DECODE = ("capped", "grow")
 ID_BYTES = 4  # int32 unit id (gives the positions)
@@ -26,7 +29,29 @@ ROW_BYTES = 32  # int64 first column, position shift, padding and evicted count 
 
 
 class BudgetError(ValueError):
-    """The budget cannot be met. The message names the smallest workable one."""
+    """The budget cannot be met. The message names the smallest workable one, ``least`` is it: as a share for a budget that is one,
+    else in bytes."""
+
+    def __init__(self, message: str, least: float = 0):
+        super().__init__(message)
+        self.least = least
+
+
+def all_of(calls: Iterable[Callable[[], T]]) -> list[T]:
+    """Results of all calls.
+
+    Raises:
+        BudgetError: of those that the calls raise the one that asks for most, so that what it names is enough for all.
+    """
+    results, errors = [], []
+    for call in calls:
+        try:
+            results.append(call())
+        except BudgetError as error:
+            errors.append(error)
+    if errors:
+        raise max(errors, key=lambda error: error.least)
+    return results
 
 
 @dataclass(frozen=True)
@@ -198,6 +223,7 @@ def require(g: Geometry, costs: Costs, budget: Budget, dense: int, what: str, pr
         fix = f"budget>={share:g}" if share < 1 else "budget=1"
         raise BudgetError(
             f"a budget of {allowed} bytes at {tokens} tokens cannot hold {what}: "
-            f"smallest workable: {least} bytes ({fix}, or budget_bytes={least})"
+            f"smallest workable: {least} bytes ({fix}, or budget_bytes={least})",
+            least if budget.fraction is None else share,
         )
     return (allowed - ROW_BYTES - g.rope_bytes) // g.layers - costs.fixed - dense * costs.full_unit

@@ -73,7 +73,7 @@ class QEvict(Policy):
                 raise ValueError(f"{name}={value!r}: choose one of {choice} for method.{name}")
         for name, value, low, high in (("q", self.q, 0, 1), ("local_fraction", self.local_fraction, 0, 1)):
             if not low <= value <= high:
-                raise ValueError(f"{name}={value:g} is outside [{low}, {high}]")
+                raise ValueError(f"{name}={value:g} is outside [{low}, {high}]: set method.{name} to a share in it")
         for name, value, low in (
             ("window", self.window, 1), ("sink", self.sink, 0), ("last_queries", self.last_queries, 1),
             ("interval", self.step, 1),

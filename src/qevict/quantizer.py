@@ -162,7 +162,8 @@ class Quantizer(Policy):
             raise BudgetError(
                 f"{type(self).__name__} keeps every token: at {seen + ahead} tokens it holds {held} bytes, the budget is "
                 f"{allowed}; its floor here is {fix} or {held} bytes (budget=1 runs it as it is), or compose it with an evictor "
-                "(method.evict, as in method=kivi_snapkv, zipcache_snapkv and kvquant_self_snapkv)"
+                "(method.evict, as in method=kivi_snapkv, zipcache_snapkv and kvquant_self_snapkv)",
+                held if budget.fraction is None else floor,
             )
 
     def _share(self, g: Geometry, budget: Budget, prompt: int, seen: int) -> Layout:
@@ -182,7 +183,8 @@ class Quantizer(Policy):
             raise BudgetError(
                 f"a budget of {allowed} bytes at {budget.basis_tokens(prompt, seen)} tokens cannot hold the {least} tokens that "
                 f"{type(self).__name__} with {type(self.evict).__name__} needs: smallest workable: {need} bytes "
-                f"({fix}, or budget_bytes={need})"
+                f"({fix}, or budget_bytes={need})",
+                need if budget.fraction is None else share,
             )
         # the least that a token costs bounds the count from above
         cost = max(1, (self.total(g, 4096, 4096, once) - self.total(g, 2048, 2048, once)) // 2048)

@@ -17,6 +17,7 @@ from qevict.policy import Candidates, PromptView
 
 RANKERS = ("cumulative", "decayed", "last_query", "peak", "key_norm")
 SUMS = ("cumulative", "decayed")  # what sums attention, of the prompt's queries and of generated ones
+MOST_TOKENS = 1e9  # weights are fp32
 ABOVE_MASS = 1000.0  # brings key norms out of the reach of attention, which then only breaks ties
 
 
@@ -59,8 +60,10 @@ class Ranked(QEvict):
             raise ValueError(f"prompt_norm={self.prompt_norm:g} is below 1: set method.prompt_norm to 1 (the mean) or more")
         for name in ("query_half_life", "prompt_weight"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name}={value:g} is not positive: set method.{name} to a number of tokens above 0, or null")
+            if value is not None and not 0 < value <= MOST_TOKENS:
+                raise ValueError(
+                    f"{name}={value:g} is outside (0, {MOST_TOKENS:g}]: set method.{name} to a number of tokens in it, or null"
+                )
         if not 0 <= self.follow < 1:
             raise ValueError(f"follow={self.follow:g} is outside [0, 1): set method.follow to 0 (off) or a share below 1")
         of_sums = ("prompt_norm", "query_half_life", "prompt_weight", "follow")

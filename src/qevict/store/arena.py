@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 
 import torch
 from torch import Tensor
 
-from qevict.budget import Budget, Geometry, Layout
+from qevict.budget import Budget, Geometry, Layout, all_of
 from qevict.engine.reference import Block, attend, projected_norm
 from qevict.hf.rope import Rope
 from qevict.policy import Candidates, Policy, PromptView
@@ -101,8 +102,9 @@ class Arena:
 
     def _plan(self, rows: list[int]) -> None:
         """Work out the slots that the sequences ``rows`` may use from now on, and when their next event is due."""
-        grown = self.seen - self.prompt
-        memo = {n: self.policy.slots(self.geometry, self.budget, n, n + grown) for n in {self.lengths[r] for r in rows}}
+        grown, lengths = self.seen - self.prompt, {self.lengths[r] for r in rows}
+        slots = partial(self.policy.slots, self.geometry, self.budget)
+        memo = dict(zip(lengths, all_of(partial(slots, n, n + grown) for n in lengths), strict=True))
         for r in rows:
             layout = self.layouts[r] = memo[self.lengths[r]]
             self.due[r] = self.seen + layout.interval if layout.interval else None

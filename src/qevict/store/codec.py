@@ -97,10 +97,10 @@ class WindowCodec:
     def __post_init__(self):
         for name, bits in (("key_bits", self.key_bits), ("value_bits", self.value_bits)):
             if bits not in PLANES:
-                raise ValueError(f"{name}={bits}: choose one of {sorted(PLANES)}")
+                raise ValueError(f"{name}={bits}: choose one of {', '.join(map(str, sorted(PLANES)))} for method.{name}")
             packed_bytes(self.head_dim, bits, name)
         if self.meta not in META_DTYPES:
-            raise ValueError(f"meta={self.meta}: choose one of {sorted(META_DTYPES)}")
+            raise ValueError(f"meta={self.meta}: choose one of {', '.join(sorted(META_DTYPES))} for method.meta")
         if self.value_group is not None and (self.value_group < 1 or self.head_dim % self.value_group):
             raise ValueError(f"value_group={self.value_group} does not divide the head dimension {self.head_dim}")
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from qevict.budget import Budget, Geometry, Layout
+from qevict.budget import Budget, Geometry, Layout, all_of
 from qevict.engine import cpu
 from qevict.engine.reference import Block, attend, projected_norm
 from qevict.hf.rope import Rope
@@ -245,10 +246,12 @@ class History:
         self.modules: dict[int, weakref.ref] = {}
         pad = (~real).sum(-1)
         self.groups = []
-        for length in sorted({self.prompt - p for p in pad.tolist()}):
+        lengths = sorted({self.prompt - p for p in pad.tolist()})
+        layouts = all_of(partial(policy.layout, g, budget, n, n) for n in lengths)
+        for length, layout in zip(lengths, layouts, strict=True):
             rows = [r for r, p in enumerate(pad.tolist()) if self.prompt - p == length]
             group = Group(rows, length, (shift + pad)[rows])
-            group.layout = policy.layout(g, budget, length, length)
+            group.layout = layout
             group.due = self._next(group)
             if policy.evict is not None:
                 group.count = self._fit(group, length)
