@@ -341,6 +341,16 @@ def test_the_budget_that_a_refusal_names_is_enough_for_all_prompts(folder, tmp_p
     plan(config_of(*base, f"budget={refused.value.least}"))
 
 
+def test_what_may_grow_must_fit_at_the_end_of_the_prompt_only(folder, tmp_path):
+    base = [f"results_dir={tmp_path}", *on(folder), "method=kivi", "budget=null", "budget_bytes=1", "task.max_new_tokens=200"]
+    least = []
+    for decode in ("capped", "grow"):
+        with pytest.raises(BudgetError) as refused:
+            plan(config_of(*base, f"cache.decode={decode}"))
+        least.append(refused.value.least)
+    assert least[1] < least[0]
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

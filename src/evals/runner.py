@@ -87,8 +87,8 @@ def plan(config: DictConfig) -> Plan:
     def layout(prompt: int, total: int, seen: int) -> Layout:
         return policy.layout(geometry, dataclasses.replace(budget, max_new_tokens=total - prompt), prompt, seen)
 
-    # what only outgrows its budget later is refused now
-    lengths = {(i.prompt, i.total, seen) for i in items for seen in (i.prompt, i.total)}
+    # what only outgrows its budget later is refused now, unless it may grow
+    lengths = {(i.prompt, i.total, seen) for i in items for seen in ((i.prompt,) if budget.once else (i.prompt, i.total))}
     all_of(functools.partial(layout, *each) for each in lengths)
     method = OmegaConf.to_container(config.method, resolve=True)
     _, source = resolve(model.path, model.revision)
