@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -29,9 +28,8 @@ from evals.benchmark import Session
 from evals.data import sha256
 from evals.decode import Stop, eos_ids, generate
 from evals.records import RunDir, RunError, read_json, write_json
-from evals.runner import Plan, open_session, plan
+from evals.runner import Plan, check_budget, open_session, plan
 from evals.sample import Prompt, Rules, Sample, render
-from qevict.budget import all_of
 from qevict.fields import check_fields
 
 try:
@@ -233,9 +231,8 @@ class Bridge(LM):
                     f"{positions} positions: lower --num-fewshot or max_gen_toks, or use a model with a longer context"
                 )
         cache = self.session.new_cache(self.session.budget)
-        lengths = {(len(r.prompt), r.limit, seen) for r in asked for seen in (len(r.prompt), len(r.prompt) + r.limit)}
-        layout = cache.policy.layout
-        all_of(partial(layout, cache.geometry, self._budget(limit), prompt, seen) for prompt, limit, seen in lengths)
+        lengths = {(len(request.prompt), len(request.prompt) + request.limit) for request in asked}
+        check_budget(cache.policy, cache.geometry, self.session.budget, lengths)
 
     def answer(self, request: Request) -> dict:
         """The record of one request."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from evals.benchmark import Item, Session, Task
 from evals.loggers import make_logger
 from evals.meters import meter_name
 from evals.records import RunDir, RunError, digest, environment, read_json, readable, write_json
-from qevict.budget import Budget, Layout, all_of
+from qevict.budget import Budget, Geometry, Layout, all_of
 from qevict.fields import check_mapping
 from qevict.hf.cache import BACKENDS, DTYPES, TierCache, geometry_of
 from qevict.hf.loading import load_config, load_model, load_tokenizer, resolve
@@ -52,6 +53,17 @@ def device_of(name: str) -> str:
     return name.split(":")[0]
 
 
+def check_budget(policy: Policy, g: Geometry, budget: Budget, lengths: Iterable[tuple[int, int]]) -> None:
+    """Refuse a budget that some sequence of (prompt, total) tokens would not fit: at the end of its prompt or, unless it may grow,
+    only later."""
+
+    def layout(prompt: int, total: int, seen: int) -> Layout:
+        return policy.layout(g, dataclasses.replace(budget, max_new_tokens=total - prompt), prompt, seen)
+
+    each = {(prompt, total, seen) for prompt, total in lengths for seen in ((prompt,) if budget.once else (prompt, total))}
+    all_of(functools.partial(layout, *one) for one in each)
+
+
 def plan(config: DictConfig) -> Plan:
     """Check a configuration against the model's sizes and the prompts, and name the run.
 
@@ -83,13 +95,7 @@ def plan(config: DictConfig) -> Plan:
     policy.codec(geometry)
     tokenizer = _tokenizer(model.path, model.revision)
     items = task.items(tokenizer, hub_config.get_text_config().max_position_embeddings)
-
-    def layout(prompt: int, total: int, seen: int) -> Layout:
-        return policy.layout(geometry, dataclasses.replace(budget, max_new_tokens=total - prompt), prompt, seen)
-
-    # what only outgrows its budget later is refused now, unless it may grow
-    lengths = {(i.prompt, i.total, seen) for i in items for seen in ((i.prompt,) if budget.once else (i.prompt, i.total))}
-    all_of(functools.partial(layout, *each) for each in lengths)
+    check_budget(policy, geometry, budget, {(i.prompt, i.total) for i in items})
     method = OmegaConf.to_container(config.method, resolve=True)
     _, source = resolve(model.path, model.revision)
     if source.kind == "hub":

@@ -213,17 +213,22 @@ def protected_units(window: int, interval: int, local: int) -> int:
     return -(-(local + window - gcd(window, interval) + interval) // window)
 
 
+def smallest(g: Geometry, budget: Budget, nbytes: int, tokens: int) -> tuple[str, float]:
+    """What to ask for to hold ``nbytes`` where FullKV holds ``tokens``: the share in words, and :attr:`BudgetError.least`."""
+    share = -(-nbytes * 10000 // g.full_bytes(tokens)) / 10000
+    return f"budget>={share:g}" if share < 1 else "budget=1", nbytes if budget.fraction is None else share
+
+
 def require(g: Geometry, costs: Costs, budget: Budget, dense: int, what: str, prompt: int, seen: int) -> int:
     """Bytes per layer left for history after ``dense`` protected units, or a BudgetError naming the smallest budget."""
     allowed = budget.resolve(g, prompt, seen)
     least = costs.total(g, dense, 0)
     if allowed < least:
         tokens = budget.basis_tokens(prompt, seen)
-        share = -(-least * 10000 // g.full_bytes(tokens)) / 10000
-        fix = f"budget>={share:g}" if share < 1 else "budget=1"
+        fix, asked = smallest(g, budget, least, tokens)
         raise BudgetError(
             f"a budget of {allowed} bytes at {tokens} tokens cannot hold {what}: "
             f"smallest workable: {least} bytes ({fix}, or budget_bytes={least})",
-            least if budget.fraction is None else share,
+            asked,
         )
     return (allowed - ROW_BYTES - g.rope_bytes) // g.layers - costs.fixed - dense * costs.full_unit

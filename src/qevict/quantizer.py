@@ -13,7 +13,7 @@ from math import lcm
 import torch
 from torch import Tensor
 
-from qevict.budget import Budget, BudgetError, Geometry, Layout
+from qevict.budget import Budget, BudgetError, Geometry, Layout, smallest
 from qevict.hf.rope import Rope
 from qevict.policy import EVERYTHING, Policy, PromptView
 from qevict.store.history import HistoryLayer
@@ -150,20 +150,19 @@ class Quantizer(Policy):
             BudgetError: naming the floor.
         """
         allowed, held = budget.resolve(g, prompt, seen), self.total(g, prompt, seen)
-        floor, ahead = held / g.full_bytes(budget.basis_tokens(prompt, seen)), 0
+        ahead = 0
         if budget.fraction is not None and budget.basis == "current" and not budget.once:
             cycle = lcm(self.period, GROWTH)  # tensors grow in steps
             ratios = [self.total(g, prompt, n) / g.full_bytes(n) for n in range(seen, seen + cycle + 1)]
-            floor = max(ratios)
-            ahead = ratios.index(floor)
+            ahead = ratios.index(max(ratios))
             held, allowed = self.total(g, prompt, seen + ahead), budget.resolve(g, prompt, seen + ahead)
         if held > allowed:
-            fix = f"budget>={-(-floor * 10000 // 1) / 10000:g}" if floor < 1 else "budget=1"
+            fix, asked = smallest(g, budget, held, budget.basis_tokens(prompt, seen + ahead))
             raise BudgetError(
                 f"{type(self).__name__} keeps every token: at {seen + ahead} tokens it holds {held} bytes, the budget is "
                 f"{allowed}; its floor here is {fix} or {held} bytes (budget=1 runs it as it is), or compose it with an evictor "
                 "(method.evict, as in method=kivi_snapkv, zipcache_snapkv and kvquant_self_snapkv)",
-                held if budget.fraction is None else floor,
+                asked,
             )
 
     def _share(self, g: Geometry, budget: Budget, prompt: int, seen: int) -> Layout:
@@ -178,13 +177,12 @@ class Quantizer(Policy):
             interval //= 2
         if self._spare(g, budget, prompt, seen, least, interval) < 0:
             need = max(self.total(g, least, least + j, once) for j in range(interval + 1))
-            share = -(-need * 10000 // g.full_bytes(budget.basis_tokens(prompt, seen))) / 10000
-            fix = f"budget>={share:g}" if share < 1 else "budget=1"
+            fix, asked = smallest(g, budget, need, budget.basis_tokens(prompt, seen))
             raise BudgetError(
                 f"a budget of {allowed} bytes at {budget.basis_tokens(prompt, seen)} tokens cannot hold the {least} tokens that "
                 f"{type(self).__name__} with {type(self.evict).__name__} needs: smallest workable: {need} bytes "
                 f"({fix}, or budget_bytes={need})",
-                need if budget.fraction is None else share,
+                asked,
             )
         # the least that a token costs bounds the count from above
         cost = max(1, (self.total(g, 4096, 4096, once) - self.total(g, 2048, 2048, once)) // 2048)

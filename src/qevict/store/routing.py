@@ -42,7 +42,7 @@ def route(arena: Arena, rows: list[int], anew: list[bool]) -> None:
     weight = _norms(arena, index) if policy.weighs_values == "at_event" else collected("weight")
     room = (arena.limits(rows, name) for name in (policy.shared, "full", "codes"))
     c = policy.refresh(Candidates(unit, candidate, score, collected("peak"), weight, *room))
-    c, slots = _share(arena, c, index, anew) if policy.shares else (c, None)
+    c, slots = _share(arena, c, rows, anew) if policy.shares else (c, None)
     tier = select(policy.rank(c), unit, candidate, coded, c.full, c.codes, policy.promotion)
     drop, demote, promote = (candidate & (tier == t) for t in (EVICTED, CODED, FULL))
     if arena.coded is None:
@@ -57,14 +57,14 @@ def route(arena: Arena, rows: list[int], anew: list[bool]) -> None:
         _move(arena, index, drop, demote[..., :n], promote[..., n:], slots)
 
 
-def _share(arena: Arena, c: Candidates, rows: Tensor, anew: list[bool]) -> tuple[Candidates, Tensor | None]:
+def _share(arena: Arena, c: Candidates, rows: list[int], anew: list[bool]) -> tuple[Candidates, Tensor | None]:
     """With the units that heads may keep: what they have, or in sequences ``anew`` what the method allocates; and ``[L, B, H]``
     slots of every head, None if they keep theirs."""
     policy = arena.policy
     pool = arena.coded if policy.shared == "codes" else arena.full
     own = pool.ragged[:, rows].unsqueeze(-1)
     if pool is arena.full:
-        own = own - arena.limits(rows.tolist(), "protected")
+        own = own - arena.limits(rows, "protected")
     if not any(anew):
         return replace(c, **{policy.shared: own}), None
     renewed = torch.tensor(anew, device=arena.device).view(1, -1, 1, 1)
